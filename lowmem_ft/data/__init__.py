@@ -1,0 +1,1 @@
+"""From files to tokens: reading, templates, the audit and the order of examples."""

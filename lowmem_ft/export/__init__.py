@@ -1,0 +1,1 @@
+"""What comes out of a run: answers to try it."""

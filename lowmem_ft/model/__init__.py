@@ -1,0 +1,1 @@
+"""Models: found, read, quantized on arrival, prepared for training, and given adapters."""

@@ -1,0 +1,1 @@
+"""The recipe: its settings (`schema`), reading it from YAML (`load`), and its documentation (`reference`)."""

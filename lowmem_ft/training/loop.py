@@ -1,0 +1,113 @@
+"""One optimizer step: its rows, their loss, one division, one clip, one update."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from lowmem_ft.data.batches import Row
+from lowmem_ft.errors import Problem, TrainingError
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did, over all processes.
+
+    Attributes:
+        step: counted from 1.
+        loss: mean over the trained tokens of the step.
+        grad_norm: before clipping.
+        lr: learning rate that was applied.
+        tokens: tokens that went through the model.
+        trained_tokens: of these, tokens with a label.
+        micro_batches: forward passes of this process.
+        seconds: wall time.
+        skipped: fp16 loss scaling found an overflow, and nothing was applied.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    trained_tokens: int
+    micro_batches: int
+    seconds: float
+    skipped: bool
+
+
+def train_step(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,
+    schedule: Any,
+    rows: Sequence[Row],
+    step: int,
+    max_grad_norm: float | None,
+) -> StepResult:
+    """Apply one update from `rows`.
+
+    The loss of the step is the sum of its token losses divided once by its trained tokens, over all rows and all
+    processes; so the update does not depend on how the examples lie in rows, up to summation order.
+
+    Args:
+        accelerator: with `gradient_accumulation_steps` 1: accumulation is done here.
+        model: prepared by it; maps a row to its summed loss.
+        optimizer: prepared by it.
+        schedule: not prepared; stepped here, once an applied update.
+        rows: this process' rows of the step, at least one.
+        step: counted from 1.
+        max_grad_norm: gradients are scaled down to it; None measures only.
+
+    Raises:
+        TrainingError: loss or gradient is not finite; nothing was applied.
+    """
+    start, device = time.perf_counter(), accelerator.device
+    counts = [[sum(r.weight_sum for r in rows), sum(r.trained_tokens for r in rows), sum(sum(r.lengths) for r in rows)]]
+    totals = accelerator.reduce(torch.tensor(counts, dtype=torch.float64, device=device), "sum")[0]
+    weight_sum, trained_tokens, tokens = float(totals[0]), int(totals[1]), int(totals[2])
+    if weight_sum <= 0:
+        sources = ", ".join(rows[0].sources[:3])
+        raise TrainingError(Problem(f"step {step}", f"no token of its examples is trained ({sources}, ...)"))
+
+    loss_sum = torch.zeros((), device=device)
+    for index, row in enumerate(rows):
+        with _gradients_stay_local(accelerator, model, last=index == len(rows) - 1):
+            loss = model(row.to(device))
+            # data-parallel gradients are averaged over processes, and this is a sum over them
+            accelerator.backward(loss * (accelerator.num_processes / weight_sum))
+        loss_sum += loss.detach()
+    loss_mean = float(accelerator.reduce(loss_sum, "sum")) / weight_sum
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    grad_norm = float(accelerator.clip_grad_norm_(trained, math.inf if max_grad_norm is None else max_grad_norm))
+    scaling = accelerator.scaler is not None
+    if not math.isfinite(loss_mean) or (not scaling and not math.isfinite(grad_norm)):
+        optimizer.zero_grad(set_to_none=True)
+        sources = ", ".join(source for row in rows for source in row.sources[:3])
+        what = f"loss is {loss_mean}, gradient norm {grad_norm}; nothing was applied. Its examples: {sources}"
+        raise TrainingError(Problem(f"step {step}", what, "Lower train.lr, or look at these examples"))
+    lr = float(schedule.get_last_lr()[0])
+    optimizer.step()
+    skipped = bool(getattr(optimizer, "step_was_skipped", False))
+    if not skipped:
+        schedule.step()
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(
+        step, loss_mean, grad_norm, lr, tokens, trained_tokens, len(rows), time.perf_counter() - start, skipped
+    )
+
+
+def _gradients_stay_local(accelerator: Accelerator, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
+    """All rows but the last add up gradients in this process; the last one's backward sums them over processes."""
+    if last or accelerator.num_processes == 1:
+        return nullcontext()
+    return accelerator.no_sync(model)

@@ -1,0 +1,55 @@
+"""The `lowmem-ft` command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lowmem_ft import __version__, cli
+from tests.flow.recipes import write_run
+
+
+@pytest.fixture(autouse=True)
+def _own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWMEM_FT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_check_audits_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_run(tmp_path / "work")
+    (tmp_path / "work" / "model" / "model.safetensors").write_bytes(b"no weights")
+    assert cli.main(["check", str(recipe)]) == 0
+    out = capsys.readouterr().out
+    assert "data.train: 12 records read, 12 kept, 0 left out" in out
+    assert "[[there 0<|im_end|>]]" in out
+
+
+def test_errors_are_printed_without_a_trace_and_set_the_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", str(tmp_path / "none.yaml")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert cli.main(["generate", str(tmp_path), "hello"]) == 4
+    assert "holds no finished run" in capsys.readouterr().err
+
+
+def test_train_is_the_main_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", str(write_run(tmp_path / "work")), "--dry-run"]) == 0
+    assert "dry run" in capsys.readouterr().out
+
+
+def test_schema_and_reference_come_from_the_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert set(schema["required"]) == {"model", "data"}
+    assert cli.main(["reference"]) == 0
+    assert "micro_batch_tokens" in capsys.readouterr().out
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert __version__ in capsys.readouterr().out

@@ -1,0 +1,80 @@
+"""Tiny models made in code, of the real classes, for the tests of every part. No download, no file but tmp_path's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.utils import logging as transformers_logging
+
+transformers_logging.disable_progress_bar()  # so that what a test captures is what the program printed
+
+VOCABULARY = 448
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    """Grouped heads, tied embeddings unless told otherwise."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**{**_SMALL, "tie_word_embeddings": True, **changes})).eval()
+
+
+def tiny_gemma3(seed: int = 0, window: int = 8) -> Gemma3ForCausalLM:
+    """A sliding and a full layer, so that examples longer than the window need a mask."""
+    torch.manual_seed(seed)
+    layers = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(**_SMALL, sliding_window=window, layer_types=layers, query_pre_attn_scalar=16)
+    return Gemma3ForCausalLM(config).eval()
+
+
+def tiny_qwen3(seed: int = 0) -> Qwen3ForCausalLM:
+    """Norms on queries and keys, untied head."""
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(Qwen3Config(**_SMALL, tie_word_embeddings=False)).eval()
+
+
+def tiny_gpt2(seed: int = 0) -> GPT2LMHeadModel:
+    """Learned positions, Conv1D layers, no dropout."""
+    torch.manual_seed(seed)
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    ids = {"bos_token_id": 1, "eos_token_id": 2}
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_positions=256, n_embd=64, n_layer=2, n_head=4, **none, **ids)
+    ).eval()
+
+
+FAMILIES = {"llama": tiny_llama, "gemma3": tiny_gemma3, "qwen3": tiny_qwen3, "gpt2": tiny_gpt2}
+
+
+def save_tiny_model(folder: Path, model: PreTrainedModel | None = None) -> Path:
+    """A folder as `save_pretrained` leaves it, with the tokenizer of `tests.data.tiny_tokenizers`."""
+    from tests.data.tiny_tokenizers import with_template
+
+    (model or tiny_llama()).save_pretrained(folder)
+    with_template("regex", "chatml").save_pretrained(folder)
+    return folder
