@@ -25,6 +25,11 @@ from typing import Any
 SIDES = ("ours", "plain")
 
 
+def settings(steps: int, overrides: list[str]) -> list[str]:
+    """What is the same on both sides, so that their losses can be compared."""
+    return [f"train.steps={steps}", "train.schedule=constant", "train.warmup_ratio=0", *overrides]
+
+
 def run_ours(recipe_file: str, steps: int, overrides: list[str]) -> dict[str, float]:
     """The project's own flow, without evaluation."""
     from lowmem_ft.recipe.load import load_recipe
@@ -33,7 +38,7 @@ def run_ours(recipe_file: str, steps: int, overrides: list[str]) -> dict[str, fl
     from lowmem_ft.training import setup
     from lowmem_ft.training.loop import train_step
 
-    loaded = load_recipe(Path(recipe_file), [f"train.steps={steps}", *overrides])
+    loaded = load_recipe(Path(recipe_file), settings(steps, overrides))
     recipe = loaded.recipe
     ready = get_ready(loaded, Display())
     model, optimizer, schedule = setup.make_trainable(recipe, ready.prepared, ready.accelerator, steps)
@@ -51,14 +56,21 @@ def run_plain(recipe_file: str, steps: int, overrides: list[str]) -> dict[str, f
     """transformers.Trainer and peft, as their documentation says."""
     import torch
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainerCallback, TrainingArguments
+    from transformers import (
+        AutoModelForCausalLM,
+        BitsAndBytesConfig,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+        set_seed,
+    )
 
     from lowmem_ft.memory.measure import rss_peak_bytes
     from lowmem_ft.recipe.load import load_recipe
     from lowmem_ft.report.progress import Display
     from lowmem_ft.training import setup
 
-    recipe = load_recipe(Path(recipe_file), [f"train.steps={steps}", *overrides]).recipe
+    recipe = load_recipe(Path(recipe_file), settings(steps, overrides)).recipe
     setup.quiet_libraries()
     found = setup.find(recipe, Display())
     _, encoder = setup.make_tokenizer_and_encoder(recipe, found)
@@ -80,6 +92,7 @@ def run_plain(recipe_file: str, steps: int, overrides: list[str]) -> dict[str, f
     )
     model = AutoModelForCausalLM.from_pretrained(found.path, quantization_config=config, dtype=torch.bfloat16)
     model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+    set_seed(recipe.seed)
     lora = LoraConfig(
         r=recipe.adapter.rank, lora_alpha=recipe.adapter.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
     )
@@ -102,7 +115,8 @@ def run_plain(recipe_file: str, steps: int, overrides: list[str]) -> dict[str, f
     half = max(1, recipe.train.batch_size // 2)
     arguments = TrainingArguments(
         output_dir="unused", max_steps=steps, per_device_train_batch_size=half, gradient_accumulation_steps=2,
-        learning_rate=recipe.train.lr, bf16=True, use_cpu=True, report_to=[], save_strategy="no", logging_steps=1,
+        learning_rate=recipe.train.lr, lr_scheduler_type="constant", bf16=True,
+        use_cpu=True, report_to=[], save_strategy="no", logging_steps=1,
         remove_unused_columns=False, gradient_checkpointing=True, dataloader_pin_memory=False, disable_tqdm=True,
         train_sampling_strategy="sequential",
     )  # fmt: skip
