@@ -95,14 +95,15 @@ def load_split(
     return Split(tokens, found, weights, tuple(watch_lines(tokens.notes["watch"])))
 
 
-def read_some(sources: Sources, data: DataSection, count: int) -> list[Example]:
+def read_some(sources: Sources, data: DataSection, encoder: Encoder, count: int) -> list[Example]:
     """The first `count` examples that have an answer, as they were read: for generation."""
     examples: list[Example] = []
     reading = read_examples(sources, default_format=data.format, default_map=data.map, on_bad_record=data.on_bad_record)
     for example in reading:
         if len(examples) == count:
             break
-        examples.append(example)
+        if example.kind in ("chat", "completion") and encoder.reference_answer(example).strip():
+            examples.append(example)
     return examples
 
 

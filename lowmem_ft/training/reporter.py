@@ -21,7 +21,10 @@ class Work(Protocol):
 
 
 class Reporter(Protocol):
-    """Gets told of tasks."""
+    """Gets told of tasks, and of what is worth a line."""
+
+    def line(self, text: str) -> None:
+        """One line."""
 
     def working(self, what: str) -> AbstractContextManager[Work]:
         """A task begins; it ends with the context."""

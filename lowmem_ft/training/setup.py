@@ -23,7 +23,7 @@ from lowmem_ft.memory import attention
 from lowmem_ft.memory.measure import MemoryMeter
 from lowmem_ft.model.adapters import AdapterReport, add_lora
 from lowmem_ft.model.facts import make_empty_model, predict_bytes
-from lowmem_ft.model.find import FoundModel, cache_folder, find_model
+from lowmem_ft.model.find import FoundModel, cache_folder, fetch_weights, find_model
 from lowmem_ft.model.kbit import PreparationReport, Recompute, predict_preparation, prepare_for_kbit_training
 from lowmem_ft.model.load import BytesByPart, count_bytes, load_model, load_tokenizer
 from lowmem_ft.recipe.load import LoadedRecipe
@@ -192,6 +192,9 @@ def load_prepared(recipe: Recipe, found: FoundModel, device: torch.device, repor
         ModelError: one of these cannot be done.
     """
     settings = recipe.model
+    if found.hub_id is not None:
+        with reporter.working(f"downloading the weights of {found.hub_id}"):
+            fetch_weights(found)
     with reporter.working(f"loading in {settings.quantization}"):
         model = load_model(
             found,

@@ -72,7 +72,8 @@ def test_control_tokens_quoted_in_texts_are_reported(tmp_path: Path) -> None:
 
 
 def test_the_first_examples_can_be_read_for_generation(tmp_path: Path) -> None:
-    path = _write(tmp_path / "a.jsonl", ["one", "two", "three"])
+    path = _write(tmp_path / "a.jsonl", ["one", "", "two", "three"])
     data = DataSection(train=path)
-    assert [e.completion for e in read_some(path, data, 2)] == ["one", "two"]
-    assert len(read_some(path, data, 99)) == 3
+    encoder = make_encoder(with_template("regex", "chatml"), template=None, max_tokens=64)
+    assert [e.completion for e in read_some(path, data, encoder, 2)] == ["one", "two"]
+    assert len(read_some(path, data, encoder, 99)) == 3

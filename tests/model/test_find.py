@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import shutil
 import subprocess
 import zipfile
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from lowmem_ft.errors import ModelError
 from lowmem_ft.model import find
-from lowmem_ft.model.find import DEMO_NAME, convert_gguf, find_model
+from lowmem_ft.model.find import DEMO_NAME, convert_gguf, fetch_weights, find_model
 from tests.tiny import save_tiny_model
 
 
@@ -118,3 +120,49 @@ def test_a_gguf_file_that_cannot_be_read_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="transformers cannot read it"):
         convert_gguf(tmp_path / "broken.gguf", tmp_path / "cache" / "models" / "broken")
     assert not list(tmp_path.glob("cache/models/*"))
+
+
+def test_a_hub_model_is_found_by_its_small_files_and_weights_come_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    remote, here = save_tiny_model(tmp_path / "remote"), tmp_path / "snapshot"
+    calls: list[list[str] | None] = []
+
+    def download(
+        repo_id: str, *, local_files_only: bool = False, allow_patterns: list[str] | None = None, **_: object
+    ) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("not here")
+        calls.append(allow_patterns)
+        here.mkdir(exist_ok=True)
+        for pattern in allow_patterns or []:
+            for file in remote.glob(pattern):
+                shutil.copy(file, here)
+        return str(here)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
+    found = find_model("owner/name")
+    assert (found.path, found.hub_id, found.how) == (str(here), "owner/name", "hub, owner/name")
+    assert not list(here.glob("*.safetensors"))
+    assert (here / "tokenizer.json").exists()
+    fetch_weights(found)
+    assert list(here.glob("*.safetensors"))
+    assert len(calls) == 2
+    (remote / "model.safetensors").unlink()
+    shutil.rmtree(here)
+    with pytest.raises(ModelError, match=r"owner/name: has no .safetensors weights"):
+        fetch_weights(find_model("owner/name"))
+
+
+def test_a_model_whose_shards_are_not_all_here_is_not_complete(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model-1.safetensors").write_bytes(b"")
+    assert not find._is_complete(tmp_path)
+    (tmp_path / "model-2.safetensors").write_bytes(b"")
+    assert find._is_complete(tmp_path)
