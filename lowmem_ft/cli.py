@@ -62,21 +62,23 @@ def _check(options: argparse.Namespace) -> int:
     loaded = load_recipe(options.recipe, options.overrides)
     from lowmem_ft.data.audit_text import render
     from lowmem_ft.report.progress import Display
-    from lowmem_ft.training import setup
+    from lowmem_ft.report.quiet import quiet_libraries
+    from lowmem_ft.training import inputs
 
+    quiet_libraries()
     display = Display()
-    setup.quiet_libraries()
-    found = setup.find(loaded.recipe, display)
-    _, encoder = setup.make_tokenizer_and_encoder(loaded.recipe, found)
-    render(setup.load_data(loaded.recipe, encoder, display).audit, display.console)
+    found = inputs.find(loaded.recipe, display)
+    _, encoder = inputs.make_tokenizer_and_encoder(loaded.recipe, found)
+    render(inputs.load_data(loaded.recipe, encoder, display).audit, display.console)
     return 0
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from lowmem_ft.export.generate import generate
-    from lowmem_ft.training.setup import quiet_libraries
+    from lowmem_ft.report.quiet import quiet_libraries
 
     quiet_libraries()
+    from lowmem_ft.export.generate import generate
+
     trained, base = generate(
         options.run_folder, options.prompt, system=options.system, max_new_tokens=options.max_new_tokens
     )

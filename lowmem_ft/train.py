@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from lowmem_ft.data.template import Encoder
     from lowmem_ft.memory.measure import MemoryMeter
     from lowmem_ft.report.progress import Display
-    from lowmem_ft.training.setup import Data, PreparedModel
+    from lowmem_ft.training.inputs import Data
+    from lowmem_ft.training.setup import PreparedModel
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,16 @@ def get_ready(loaded: LoadedRecipe, display: Display, dry_run: bool = False) -> 
     """
     from lowmem_ft.data.audit_text import render
     from lowmem_ft.report.header import print_header
-    from lowmem_ft.training import setup
+    from lowmem_ft.training import inputs, setup
 
     recipe = loaded.recipe
-    setup.quiet_libraries()
     accelerator, meter = setup.make_accelerator(loaded)
 
     # what goes in, before any weight is read
-    found = setup.find(recipe, display)
-    tokenizer, encoder = setup.make_tokenizer_and_encoder(recipe, found)
+    found = inputs.find(recipe, display)
+    tokenizer, encoder = inputs.make_tokenizer_and_encoder(recipe, found)
     with meter.phase("data"):
-        data = setup.load_data(recipe, encoder, display)
+        data = inputs.load_data(recipe, encoder, display)
     render(data.audit, display.console)
     order = setup.make_order(recipe, data.train)
 
@@ -95,12 +95,14 @@ def train(loaded: LoadedRecipe, display: Display, command: Sequence[str] = ()) -
     from lowmem_ft.report.header import print_end
     from lowmem_ft.training import setup
     from lowmem_ft.training.examine import Examiner
+    from lowmem_ft.training.gradients import check_gradients, shortest_row
     from lowmem_ft.training.loop import train_step
     from lowmem_ft.training.run_folder import RunFolder
 
     recipe, ready = loaded.recipe, get_ready(loaded, display)
     accelerator, order, peft_model = ready.accelerator, ready.order, ready.prepared.model
     model, optimizer, schedule = setup.make_trainable(recipe, ready.prepared, accelerator, order.steps)
+    check_gradients(model, peft_model, shortest_row(ready.data.train, order), accelerator, display)
     run = RunFolder.create(recipe, dump_recipe(recipe), str(accelerator.device), command)
     examiner = Examiner(recipe, ready.data, ready.prepared, ready.tokenizer, ready.encoder, accelerator, run, display)
     with ready.meter.phase("evaluation before"):
@@ -134,7 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         loaded = load_recipe(options.recipe, options.overrides)
         from lowmem_ft.report.progress import Display
+        from lowmem_ft.report.quiet import quiet_libraries
 
+        quiet_libraries()
         display = Display()
         if options.dry_run:
             display.line(dump_recipe(loaded.recipe))

@@ -34,10 +34,12 @@ def run_ours(recipe_file: str, steps: int, overrides: list[str]) -> dict[str, fl
     """The project's own flow, without evaluation."""
     from lowmem_ft.recipe.load import load_recipe
     from lowmem_ft.report.progress import Display
+    from lowmem_ft.report.quiet import quiet_libraries
     from lowmem_ft.train import get_ready
     from lowmem_ft.training import setup
     from lowmem_ft.training.loop import train_step
 
+    quiet_libraries()
     loaded = load_recipe(Path(recipe_file), settings(steps, overrides))
     recipe = loaded.recipe
     ready = get_ready(loaded, Display())
@@ -68,13 +70,14 @@ def run_plain(recipe_file: str, steps: int, overrides: list[str]) -> dict[str, f
     from lowmem_ft.memory.measure import rss_peak_bytes
     from lowmem_ft.recipe.load import load_recipe
     from lowmem_ft.report.progress import Display
-    from lowmem_ft.training import setup
+    from lowmem_ft.report.quiet import quiet_libraries
+    from lowmem_ft.training import inputs, setup
 
     recipe = load_recipe(Path(recipe_file), settings(steps, overrides)).recipe
-    setup.quiet_libraries()
-    found = setup.find(recipe, Display())
-    _, encoder = setup.make_tokenizer_and_encoder(recipe, found)
-    data = setup.load_data(recipe, encoder, Display())
+    quiet_libraries()
+    found = inputs.find(recipe, Display())
+    _, encoder = inputs.make_tokenizer_and_encoder(recipe, found)
+    data = inputs.load_data(recipe, encoder, Display())
     order = setup.make_order(recipe, data.train)
     examples = [data.train.tokens[i] for step in range(1, steps + 1) for i in order.examples(step)]
     records = [

@@ -51,16 +51,17 @@ def main() -> None:
     from lowmem_ft.data.dataset import load_split
     from lowmem_ft.recipe.load import load_recipe
     from lowmem_ft.report.progress import Display
-    from lowmem_ft.training import setup
+    from lowmem_ft.report.quiet import quiet_libraries
+    from lowmem_ft.training import inputs
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "train.jsonl"
         chats = write_records(file, options.records)
         overrides = [f"data.train={file}", "data.eval=null", "eval.generate=0"]
         recipe = load_recipe(options.recipe, overrides).recipe
-        setup.quiet_libraries()
-        found = setup.find(recipe, Display())
-        tokenizer, encoder = setup.make_tokenizer_and_encoder(recipe, found)
+        quiet_libraries()
+        found = inputs.find(recipe, Display())
+        tokenizer, encoder = inputs.make_tokenizer_and_encoder(recipe, found)
         texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
         del chats
         ratios = []

@@ -32,7 +32,8 @@ def generate(run: Path, prompt: str, *, system: str | None = None, max_new_token
 
     from lowmem_ft.data.template import make_encoder
     from lowmem_ft.model.generate import generate_answers
-    from lowmem_ft.model.load import load_model, load_tokenizer
+    from lowmem_ft.model.load import load_model
+    from lowmem_ft.model.tokenizer import load_tokenizer
 
     recipe = _recipe_of(run)
     found = find_model(recipe.model.path, recipe.model.revision)

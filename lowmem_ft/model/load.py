@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from lowmem_ft.errors import ModelError, Problem
 from lowmem_ft.model.find import FoundModel
@@ -90,23 +90,6 @@ def load_model(
         raise ModelError(Problem(found.path, f"transformers cannot load it: {_one_line(error)}")) from error
     _keep_trainable_layout(model)
     return model
-
-
-def load_tokenizer(found: FoundModel, trust_remote_code: bool = False) -> Any:
-    """The tokenizer beside the model.
-
-    Raises:
-        ModelError: there is none.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(
-            found.path, revision=found.revision, trust_remote_code=trust_remote_code, clean_up_tokenization_spaces=False
-        )
-    except (ValueError, OSError, KeyError, ImportError) as error:
-        instead = "Copy tokenizer.json and tokenizer_config.json of the model into the folder"
-        raise ModelError(
-            Problem(found.path, f"has no tokenizer that can be read: {_one_line(error)}", instead)
-        ) from error
 
 
 def _one_line(error: Exception) -> str:

@@ -13,9 +13,10 @@ from lowmem_ft.data.template import Encoder
 from lowmem_ft.model.generate import generate_answers
 from lowmem_ft.recipe.schema import Recipe
 from lowmem_ft.training.evaluate import evaluate_loss
+from lowmem_ft.training.inputs import Data
 from lowmem_ft.training.reporter import Reporter
 from lowmem_ft.training.run_folder import RunFolder
-from lowmem_ft.training.setup import Data, PreparedModel, held_out_rows
+from lowmem_ft.training.setup import PreparedModel, held_out_rows
 
 
 @dataclass

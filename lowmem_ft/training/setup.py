@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,18 +13,16 @@ from accelerate.utils import set_seed
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from lowmem_ft.data.audit import Audit, make_audit
 from lowmem_ft.data.batches import Batch, Row, StepOrder, count_steps, make_row, micro_batches
-from lowmem_ft.data.dataset import Split, load_split
-from lowmem_ft.data.template import Encoder, make_encoder
+from lowmem_ft.data.dataset import Split
 from lowmem_ft.errors import Problem, RecipeError
 from lowmem_ft.memory import attention
 from lowmem_ft.memory.measure import MemoryMeter
 from lowmem_ft.model.adapters import AdapterReport, add_lora
 from lowmem_ft.model.facts import make_empty_model, predict_bytes
-from lowmem_ft.model.find import FoundModel, cache_folder, fetch_weights, find_model
+from lowmem_ft.model.find import FoundModel, fetch_weights
 from lowmem_ft.model.kbit import PreparationReport, Recompute, predict_preparation, prepare_for_kbit_training
-from lowmem_ft.model.load import BytesByPart, count_bytes, load_model, load_tokenizer
+from lowmem_ft.model.load import BytesByPart, count_bytes, load_model
 from lowmem_ft.recipe.load import LoadedRecipe
 from lowmem_ft.recipe.schema import Recipe
 from lowmem_ft.training.causal import CausalLoss
@@ -34,21 +31,6 @@ from lowmem_ft.training.reporter import Reporter
 
 CPU_ROW_LENGTHS = 16
 """Row lengths that occur on CPU with 16-bit products, at most; see `fill_up`. Costs 1/32 of the tokens on average."""
-
-
-@dataclass(frozen=True)
-class Data:
-    """What is trained and evaluated on.
-
-    Attributes:
-        train: training examples.
-        eval: held-out examples, or None.
-        audit: what is known of both.
-    """
-
-    train: Split
-    eval: Split | None
-    audit: Audit
 
 
 @dataclass(frozen=True)
@@ -75,18 +57,6 @@ class PreparedModel:
         return self.not_packed is None
 
 
-def quiet_libraries() -> None:
-    """Libraries report by exceptions; their progress bars and advice would tear the live view."""
-    from datasets.utils.logging import disable_progress_bar
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    disable_progress_bar()
-    # bitsandbytes looks for an optional package with a kernel for inference, at each start
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-
-
 def make_accelerator(loaded: LoadedRecipe) -> tuple[Accelerator, MemoryMeter]:
     """The device and its mixed precision; seeds everything that is drawn from now on.
 
@@ -109,65 +79,6 @@ def make_accelerator(loaded: LoadedRecipe) -> tuple[Accelerator, MemoryMeter]:
         raise RecipeError(Problem("", what, "Start it with: python -m lowmem_ft.train RECIPE"))
     set_seed(loaded.recipe.seed)
     return accelerator, MemoryMeter(accelerator.device)
-
-
-def find(recipe: Recipe, reporter: Reporter) -> FoundModel:
-    """The model's folder; the demo model is built here if it has to be.
-
-    Raises:
-        ModelError: there is no such model.
-    """
-    with reporter.working(f"model {recipe.model.path}") as work:
-        found = find_model(recipe.model.path, recipe.model.revision, work.now)
-        work.result = f"model {recipe.model.path}: {found.how}"
-    return found
-
-
-def make_tokenizer_and_encoder(recipe: Recipe, found: FoundModel) -> tuple[Any, Encoder]:
-    """The tokenizer, and how it makes an example into ids.
-
-    Raises:
-        ModelError: no tokenizer.
-        RecipeError: the template cannot be used.
-    """
-    tokenizer = load_tokenizer(found, recipe.model.trust_remote_code)
-    data = recipe.data
-    encoder = make_encoder(
-        tokenizer,
-        template=data.template,
-        max_tokens=data.max_tokens,
-        too_long=data.too_long,
-        train_on=data.train_on,
-    )
-    return tokenizer, encoder
-
-
-def load_data(recipe: Recipe, encoder: Encoder, reporter: Reporter) -> Data:
-    """Both splits, tokenized, and their audit.
-
-    Raises:
-        DataError: a record is wrong, or nothing can be trained.
-    """
-    splits: list[Split | None] = []
-    cache = cache_folder() / "tokens"
-    for name, sources in (("training", recipe.data.train), ("held-out", recipe.data.eval)):
-        if sources is None:
-            splits.append(None)
-            continue
-        with reporter.working(f"{name} data") as work:
-            split = load_split(sources, recipe.data, encoder, cache, lambda done: work.now(f"{done:,} examples"))
-            files = ", ".join(file for report in split.reports for file in report.files[:3])
-            work.result = f"{name} data: {split.tokens.examples:,} examples from {files}"
-        splits.append(split)
-    train, held_out = splits
-    assert train is not None
-    formats = [report.decided for split in splits if split for report in split.reports if report.decided]
-    notes = [note for split in splits if split for report in split.reports for note in report.notes]
-    notes += [note for split in splits if split for note in split.notes]
-    audit = make_audit(
-        train.tokens, held_out.tokens if held_out else None, encoder, formats=tuple(dict.fromkeys(formats)), notes=notes
-    )
-    return Data(train, held_out, audit)
 
 
 def make_order(recipe: Recipe, train: Split) -> StepOrder:

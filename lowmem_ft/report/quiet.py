@@ -1,0 +1,20 @@
+"""Keeps libraries from printing into the live view."""
+
+from __future__ import annotations
+
+import logging
+
+
+def quiet_libraries() -> None:
+    """Turn off progress bars and advice of the libraries, which report what matters by exceptions.
+
+    Call it before anything imports peft or bitsandbytes: the latter looks for an optional package, with a kernel for
+    inference, when it is imported.
+    """
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    from datasets.utils.logging import disable_progress_bar
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    disable_progress_bar()
