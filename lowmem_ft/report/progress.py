@@ -12,6 +12,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
 from rich.text import Text
 
 from lowmem_ft.units import format_bytes, format_seconds
@@ -92,8 +93,8 @@ class Display:
         progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[numbers]}"),
+            BarColumn(bar_width=10),
+            TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=False)),
             console=self.console,
         )
         task = progress.add_task("", total=total, numbers="")

@@ -77,3 +77,12 @@ def test_work_without_a_result_says_what_it_was() -> None:
     with display.working("loading"):
         pass
     assert out.getvalue() == "loading (0 s)\n"
+
+
+def test_on_a_narrow_terminal_no_number_is_cut_off() -> None:
+    out = io.StringIO()
+    with Display(Console(file=out, force_terminal=True, width=80)).steps(2) as bar:
+        bar.show(Line(1, 2, memory_now=2**30, memory_peak=2**31))
+    words = out.getvalue().split()
+    assert all(word in words for word in ("1.0000", "1.00e-04", "100", "tokens/s", "2.00", "GiB", "left"))
+    assert "…" not in out.getvalue()
