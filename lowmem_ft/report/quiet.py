@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 
 
 def quiet_libraries() -> None:
@@ -11,6 +12,8 @@ def quiet_libraries() -> None:
     Call it before anything imports peft or bitsandbytes: the latter looks for an optional package, with a kernel for
     inference, when it is imported.
     """
+    # peft 0.21 asks transformers 5.24 by a name that goes in v6
+    warnings.filterwarnings("ignore", message=r"`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     from datasets.utils.logging import disable_progress_bar
     from transformers.utils import logging as transformers_logging

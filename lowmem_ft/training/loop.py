@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lowmem_ft.data.batches import Row
 from lowmem_ft.errors import Problem, TrainingError
@@ -78,13 +79,7 @@ def train_step(
         sources = ", ".join(rows[0].sources[:3])
         raise TrainingError(Problem(f"step {step}", f"no token of its examples is trained ({sources}, ...)"))
 
-    loss_sum = torch.zeros((), device=device)
-    for index, row in enumerate(rows):
-        with _gradients_stay_local(accelerator, model, last=index == len(rows) - 1):
-            loss = model(row.to(device))
-            # data-parallel gradients are averaged over processes, and this is a sum over them
-            accelerator.backward(loss * (accelerator.num_processes / weight_sum))
-        loss_sum += loss.detach()
+    loss_sum = _add_gradients(accelerator, model, rows, weight_sum)
     loss_mean = float(accelerator.reduce(loss_sum, "sum")) / weight_sum
 
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -106,8 +101,38 @@ def train_step(
     )
 
 
-def _gradients_stay_local(accelerator: Accelerator, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
-    """All rows but the last add up gradients in this process; the last one's backward sums them over processes."""
-    if last or accelerator.num_processes == 1:
-        return nullcontext()
-    return accelerator.no_sync(model)
+def _add_gradients(accelerator: Accelerator, model: nn.Module, rows: Sequence[Row], weight_sum: float) -> Tensor:
+    """Forward and backward of all rows; gradients are those of the whole step. Returns the summed loss of `rows`."""
+    ours = isinstance(model, DistributedDataParallel)
+    # other wrappers average gradients over processes, and this is a sum over them
+    factor = (1 if ours else accelerator.num_processes) / weight_sum
+    loss_sum = torch.zeros((), device=accelerator.device)
+    for index, row in enumerate(rows):
+        local = ours or (accelerator.num_processes > 1 and index < len(rows) - 1)
+        with accelerator.no_sync(model) if local else nullcontext():
+            loss = model(row.to(accelerator.device))
+            accelerator.backward(loss * factor)
+        loss_sum += loss.detach()
+    if ours:
+        _sum_over_processes([p for p in model.parameters() if p.requires_grad], accelerator.device)
+    return loss_sum
+
+
+def _sum_over_processes(trained: Sequence[nn.Parameter], device: torch.device) -> None:
+    """Make each gradient the sum over all processes; one that no process has stays None, as with one process.
+
+    Not left to `DistributedDataParallel`: it waits for every parameter in the last row's backward. Where that row does
+    not call one (an expert, a second tower), torch 2.13 stops with an error in the next step, or, if another process
+    did call it, mixes up its sums and aborts.
+
+    Memory: one more copy of the gradients while they are exchanged.
+    """
+    used = torch.tensor([float(p.grad is not None) for p in trained], device=device)
+    torch.distributed.all_reduce(used)
+    called = [p for p, processes in zip(trained, used.tolist(), strict=True) if processes]
+    for dtype in dict.fromkeys(p.dtype for p in called):  # in the same order on all processes
+        group = [p for p in called if p.dtype == dtype]
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in group])
+        torch.distributed.all_reduce(flat)
+        for p, summed in zip(group, flat.split([p.numel() for p in group]), strict=True):
+            p.grad = summed.view_as(p)

@@ -25,4 +25,10 @@ def test_a_fresh_process_prints_nothing_to_standard_error(tmp_path: Path) -> Non
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert "done" in lines
+    generate = ["generate", str(tmp_path / "work" / "runs" / "tiny"), "hello", "--max-new-tokens", "3"]
+    tried = subprocess.run(
+        [sys.executable, "-m", "lowmem_ft.cli", *generate], capture_output=True, text=True, timeout=200, cwd=tmp_path
+    )
+    assert (tried.returncode, tried.stderr) == (0, "")
+    assert tried.stdout.startswith("trained: ")
     assert not [line for line in lines if "Warning" in line or "WARNING" in line or "Failed" in line or "it/s" in line]
