@@ -22,18 +22,7 @@ SPEED_WINDOW_STEPS = 20
 
 
 class StepLine(Protocol):
-    """The numbers of the live line.
-
-    Attributes:
-        step: counted from 1.
-        steps: of the run.
-        loss: mean of the step over its trained tokens.
-        lr: learning rate.
-        trained_tokens: of the step.
-        seconds: wall time of the step.
-        memory_now: bytes in use.
-        memory_peak: highest bytes so far.
-    """
+    """The numbers of the live line; `lowmem_ft.training.reporter.StepLine` says what each is."""
 
     @property
     def step(self) -> int: ...
