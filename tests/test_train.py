@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,36 @@ def test_micro_batch_packing_and_recompute_do_not_change_what_is_learned(tmp_pat
         adapters.append(load_file(out / "adapter" / "adapter_model.safetensors"))
     for other in adapters[1:]:
         assert max(float((adapters[0][name] - other[name]).abs().max()) for name in adapters[0]) < 1e-6
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_every_module_is_in_training_mode_in_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_out: bool
+) -> None:
+    """Dropout and recompute depend on it, and a loaded model begins in evaluation mode."""
+    from lowmem_ft.training import loop
+
+    modes: list[set[bool]] = []
+    plain = loop.train_step
+
+    def watched(accelerator: Any, model: Any, *rest: Any) -> Any:
+        modes.append({module.training for module in model.modules()})
+        return plain(accelerator, model, *rest)
+
+    monkeypatch.setattr(loop, "train_step", watched)
+    overrides = [] if held_out else ["data.eval=null", "eval=null"]
+    assert main([str(write_run(tmp_path / "work")), *overrides]) == 0
+    assert modes == [{True}] * 4
+
+
+def test_dropout_is_on_without_held_out_data(tmp_path: Path) -> None:
+    recipe = write_run(tmp_path / "work")
+    adapters = []
+    for dropout in (0.0, 0.5):
+        out = tmp_path / f"out{dropout}"
+        assert main([str(recipe), f"output={out}", "data.eval=null", "eval=null", f"adapter.dropout={dropout}"]) == 0
+        adapters.append((out / "adapter" / "adapter_model.safetensors").read_bytes())
+    assert adapters[0] != adapters[1]
 
 
 def test_a_dry_run_reads_no_weight_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

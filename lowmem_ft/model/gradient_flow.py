@@ -51,7 +51,7 @@ class GradientFlow:
 
 @dataclass
 class _Seen:
-    """One forward and backward. `calls`: of each module with trained weights, for each call whether gradients were on."""
+    """A forward and backward. `calls`: of each module with trained weights, whether gradients were on in each call."""
 
     loss: float
     loss_has_graph: bool

@@ -45,6 +45,8 @@ def print_header(
         stayed = ", ".join(by_part.unquantized_names[:4])
         why = f"; so do {stayed}, which {kind} does not cover" if stayed else ""
         display.line(f"  unquantized by design: embeddings, output head, norms{why}")
+    for warning in adapters.warnings:
+        display.line(f"  {warning}")
     if batch.not_packed is not None:
         display.line(f"  each example has a row of its own: {batch.not_packed}")
     if audit.train.longest_tokens > batch.micro_batch_tokens:

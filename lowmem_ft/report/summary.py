@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lowmem_ft.data.audit import Audit
 from lowmem_ft.data.batches import Batch
 from lowmem_ft.model.adapters import AdapterReport
+from lowmem_ft.model.targets import TargetMatch, format_layers
 from lowmem_ft.units import format_bytes, format_count
 
 
@@ -29,10 +30,23 @@ def model_line(name: str, parameters: int, quantization: str, parts: Sequence[tu
 def adapter_line(kind: str, rank: int, base_parameters: int, adapters: AdapterReport) -> str:
     """What trains, as a share of all weights."""
     trained = adapters.trainable_parameters
-    names = ", ".join(f"{count} {name}" for name, count in adapters.layers.items())
+    names = ", ".join(f"{count} {name}" for name, count in adapters.layers.items()) + _where(adapters.table)
+    others = "".join(f"; {other}" for other in adapters.others)
+    what = kind if kind == "ia3" else f"{kind} rank {rank}"
     of = f"{format_count(trained)} of {format_count(trained + base_parameters)} weights"
     share = trained / (trained + base_parameters)
-    return f"{kind} rank {rank}: {of} ({share:.2%}), {format_bytes(adapters.trainable_bytes)} in fp32, on {names}"
+    size = format_bytes(adapters.trainable_bytes)
+    return f"{what}: {of} ({share:.2%}), {size} in fp32, on {names}{others}"
+
+
+def _where(table: Sequence[TargetMatch]) -> str:
+    """The blocks; name by name where they differ."""
+    if len({row.layers for row in table}) == 1:
+        return f" in layers {format_layers(table[0].layers)}" if table[0].layers else ""
+    return "".join(
+        f"; {row.name} matches {row.matches}" + (f" in layers {format_layers(row.layers)}" if row.layers else "")
+        for row in table
+    )
 
 
 def data_line(audit: Audit) -> str:

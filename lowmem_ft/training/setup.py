@@ -18,7 +18,7 @@ from lowmem_ft.data.dataset import Split
 from lowmem_ft.errors import Problem, RecipeError
 from lowmem_ft.memory import attention
 from lowmem_ft.memory.measure import MemoryMeter
-from lowmem_ft.model.adapters import AdapterReport, add_lora
+from lowmem_ft.model.adapters import AdapterReport, AdapterSettings, add_adapters
 from lowmem_ft.model.facts import make_empty_model, predict_bytes
 from lowmem_ft.model.find import FoundModel, fetch_weights
 from lowmem_ft.model.kbit import PreparationReport, Recompute, predict_preparation, prepare_for_kbit_training
@@ -144,14 +144,8 @@ def _recompute(recipe: Recipe) -> Recompute:
 
 
 def _adapt(recipe: Recipe, model: PreTrainedModel) -> tuple[PeftModel, AdapterReport]:
-    return add_lora(
-        model,
-        rank=recipe.adapter.rank,
-        alpha=recipe.adapter.alpha,
-        dropout=recipe.adapter.dropout,
-        targets=recipe.adapter.targets,
-        autocast=recipe.train.precision != "fp32",
-    )
+    settings = AdapterSettings(**recipe.adapter.model_dump())
+    return add_adapters(model, settings, autocast=recipe.train.precision != "fp32")
 
 
 def why_not_packed(recipe: Recipe, model: torch.nn.Module) -> str | None:
@@ -162,7 +156,7 @@ def why_not_packed(recipe: Recipe, model: torch.nn.Module) -> str | None:
 def make_trainable(
     recipe: Recipe, prepared: PreparedModel, accelerator: Accelerator, steps: int
 ) -> tuple[torch.nn.Module, Any, Any]:
-    """The loss module, the optimizer (both prepared for the device) and the schedule.
+    """The loss module in training mode, the optimizer (both prepared for the device) and the schedule.
 
     Raises:
         ModelError: the model's head does something that our loss does not know.
@@ -175,6 +169,7 @@ def make_trainable(
     optimizer = make_optimizer(loss, recipe.train.lr, recipe.train.weight_decay)
     schedule = make_schedule(optimizer, recipe.train.schedule, steps, recipe.train.warmup_ratio)
     model, optimizer = accelerator.prepare(loss, optimizer, device_placement=[False, False])
+    model.train()  # `from_pretrained` leaves the base in evaluation mode: no dropout, and no recompute
     return model, optimizer, schedule
 
 

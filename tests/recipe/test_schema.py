@@ -6,6 +6,7 @@ from pydantic import ValidationError
 from lowmem_ft.recipe.allowed import sections, settings_of
 from lowmem_ft.recipe.schema import (
     EXCLUSIVE,
+    AdapterSection,
     DataSection,
     EvalSection,
     ModelSection,
@@ -64,3 +65,30 @@ def test_nothing_changes_after_it_was_checked() -> None:
 def test_values_given_in_python_are_not_converted_either(value: object) -> None:
     with pytest.raises(ValidationError):
         TrainSection(steps=value)  # type: ignore[arg-type]
+
+
+def test_a_kind_of_adapter_takes_only_settings_that_it_has() -> None:
+    with pytest.raises(ValidationError) as caught:
+        AdapterSection(kind="ia3", rank=4, alpha_pattern={"q_proj": 1.0})
+    assert cause(caught.value).keys == ("adapter.rank", "adapter.alpha_pattern")
+    with pytest.raises(ValidationError) as caught:
+        AdapterSection(kind="vera", trainable_tokens=[1])
+    assert str(cause(caught.value)) == "vera has no trainable_tokens. Remove trainable_tokens, or write kind: lora"
+    assert AdapterSection(kind="vera", rank=256).rank == 256
+    assert AdapterSection(kind="dora", alpha=4.0, trainable_tokens=[1], rank_pattern={"/q/": 2}).kind == "dora"
+
+
+def test_a_regular_expression_is_read_where_it_is_written() -> None:
+    with pytest.raises(ValidationError) as caught:
+        AdapterSection(targets=["q_proj", "/(q|k/"])
+    assert cause(caught.value).keys == ("adapter.targets",)
+    assert "/(q|k/ is no regular expression: missing )" in str(cause(caught.value))
+    with pytest.raises(ValidationError) as caught:
+        AdapterSection(rank_pattern={"/[/": 2})
+    assert cause(caught.value).keys == ("adapter.rank_pattern",)
+
+
+def test_dora_on_int8_is_refused_before_anything_is_read() -> None:
+    with pytest.raises(ValidationError) as caught:
+        Recipe(model=ModelSection(path="a/b", quantization="int8"), data=DATA, adapter=AdapterSection(kind="dora"))
+    assert cause(caught.value).keys == ("adapter.kind", "model.quantization")

@@ -7,6 +7,7 @@ from typing import Any
 from lowmem_ft.data.audit import Audit, SplitAudit
 from lowmem_ft.data.batches import Batch
 from lowmem_ft.model.adapters import AdapterReport
+from lowmem_ft.model.targets import TargetMatch
 from lowmem_ft.report.summary import adapter_line, batch_line, data_line, model_line
 
 MIB = 2**20
@@ -31,6 +32,15 @@ def test_the_trained_share_is_of_all_weights() -> None:
     assert adapter_line("lora", 4, 9_000, report) == (
         "lora rank 4: 1,000 of 10,000 weights (10.00%), 3.91 KiB in fp32, on 2 q_proj, 2 v_proj"
     )
+
+
+def test_layers_are_said_once_where_all_names_share_them_else_name_by_name() -> None:
+    rows = (TargetMatch("q_proj", 2, (0, 1)), TargetMatch("/up/", 1, (1,)), TargetMatch("lm_head", 1, ()))
+    report = AdapterReport({"q_proj": 2}, 1_000, 4_000, rows[:1], (), ("lm_head whole",))
+    assert adapter_line("lora", 4, 9_000, report).endswith(" in fp32, on 2 q_proj in layers 0-1; lm_head whole")
+    line = adapter_line("ia3", 4, 9_000, AdapterReport({"q_proj": 2, "up_proj": 1, "lm_head": 1}, 1_000, 4_000, rows))
+    assert line.startswith("ia3: 1,000 of 10,000 weights")
+    assert line.endswith("1 lm_head; q_proj matches 2 in layers 0-1; /up/ matches 1 in layers 1; lm_head matches 1")
 
 
 def test_left_out_records_are_counted_in_the_data_line() -> None:
