@@ -116,7 +116,8 @@ def digest_sources(located: Sequence[LocatedSource], **options: Any) -> str:
     digest = xxhash.xxh3_128()
     _update(digest, sorted(options.items()))
     for source in located:
-        _update(digest, (source.source.format, sorted((source.source.map or {}).items()), source.source.split))
+        hub = (source.source.config, source.source.split)
+        _update(digest, (source.source.format, sorted((source.source.map or {}).items()), hub))
         for piece in source.pieces:
             _update(digest, piece.shown)
             for path in piece.files:
@@ -144,11 +145,10 @@ def _locate(source: Source) -> list[Piece]:
     here = os.path.lexists(path)
     if not here and is_hub_id(source.path):
         return [_hub_piece(source)]
-    if source.split is not None:
-        problem = Problem(source.path, f'split "{source.split}" is given for local files, which have none')
-        raise DataError(
-            Problem(problem.where, problem.what, "Remove split, or give the path of the file of that split.")
-        )
+    for name, given in (("split", source.split), ("config", source.config)):
+        if given is not None:
+            what = f'{name} "{given}" is given for local files, which have none'
+            raise DataError(Problem(source.path, what, f"Remove {name}, or give the path of the file that you mean"))
     if here and path.is_dir():
         files = _in_folder(path)
     elif here:
@@ -247,7 +247,7 @@ def _load_from_hub(source: Source) -> Any:
 
     where = f"hub data set {source.path}"
     try:
-        data = datasets.load_dataset(source.path, split=source.split)
+        data = datasets.load_dataset(source.path, source.config, split=source.split)
     except Exception as error:  # the hub's clients raise many kinds, and none of them says what to do
         raise DataError(
             Problem(

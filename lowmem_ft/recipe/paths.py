@@ -95,22 +95,24 @@ class Paths:
         if isinstance(value, list):
             return [self._sources(item, f"{key}[{index}]") for index, item in enumerate(value)]
         if isinstance(value, str):
-            return self._data(value, key, None)
+            return self._data(value, key, {})
         if isinstance(value, dict) and isinstance(value.get("path"), str):
-            return value | {"path": self._data(value["path"], f"{key}.path", value.get("split"), f"{key}.split")}
+            hub = {name: f"{key}.{name}" for name in ("config", "split") if value.get(name) is not None}
+            return value | {"path": self._data(value["path"], f"{key}.path", hub)}
         return value
 
-    def _data(self, text: str, key: str, split: Any, split_key: str = "") -> str:
+    def _data(self, text: str, key: str, hub: Mapping[str, str]) -> str:
+        """The path of a source. `hub`: the settings of a hub data set that are given, and their keys."""
         path = self._absolute(text, key)
         pattern = path if os.path.isabs(os.path.expanduser(text)) else os.path.join(glob.escape(self._base(key)), text)
         here = path if os.path.exists(path) else os.path.normpath(pattern) if _matches(pattern) else None
         if here:
-            if split is not None:
-                what = f"split is for a data set on the hub, and {text} is here ({here})"
-                self._add(split_key, what, "Remove split")
+            for name, setting in hub.items():
+                what = f"{name} is for a data set on the hub, and {text} is here ({here})"
+                self._add(setting, what, f"Remove {name}")
             return here
         local = is_path(text) or text.lower().endswith(DATA_ENDINGS) or glob.has_magic(text)
-        if not local and (_HUB_ID.fullmatch(text) or (split is not None and _HUB_NAME.fullmatch(text))):
+        if not local and (_HUB_ID.fullmatch(text) or ("split" in hub and _HUB_NAME.fullmatch(text))):
             return text
         bare = not local and _HUB_NAME.fullmatch(text)
         note = f". A hub data set without owner needs its split: {{path: {text}, split: train}}" if bare else ""

@@ -163,6 +163,9 @@ class Source(Section):
     weight: Annotated[float, Field(gt=0)] = 1.0
     """How often examples of this source are drawn, relative to its size: 2 is every example twice an epoch."""
 
+    config: Annotated[Text | None, Field(examples=["main"])] = None
+    """Configuration of a hub data set that has several."""
+
     split: Annotated[Text | None, Field(examples=["train"])] = None
     """Split of a hub data set. Only for a hub id."""
 
@@ -177,7 +180,7 @@ class DataSection(Section):
     """What is trained on, and how a record becomes tokens."""
 
     train: Annotated[Sources, Field(examples=["data/train.jsonl"])]
-    """A path, a list of paths, or {path, format, weight, split, map}."""
+    """A path, a list of paths, or {path, format, weight, config, split, map}."""
 
     eval: Annotated[Sources | None, Field(examples=["data/eval.jsonl"])] = None
     """Held-out examples, never trained on. Written as `train` is."""

@@ -86,6 +86,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "gone.jsonl")
     _refused(str(tmp_path / "link.jsonl"), "link to nothing")
     _refused(Source(path=str(_files(tmp_path, "a.jsonl") / "a.jsonl"), split="train"), "split", "train")
+    _refused(Source(path=str(tmp_path / "a.jsonl"), config="main"), "config", "main")
 
 
 def test_names_are_relative_below_the_current_folder_and_printable(
@@ -122,8 +123,8 @@ def test_hub_ids(path: str, is_id: bool, tmp_path: Path, monkeypatch: pytest.Mon
 def _hub(monkeypatch: pytest.MonkeyPatch, result: Any) -> list[Any]:
     calls: list[Any] = []
 
-    def load(path: str, split: str | None) -> Any:
-        calls.append((path, split))
+    def load(path: str, config: str | None, *, split: str | None) -> Any:
+        calls.append((path, config, split))
         if isinstance(result, Exception):
             raise result
         return result
@@ -139,7 +140,9 @@ def test_a_hub_data_set_is_read_row_by_row(tmp_path: Path, monkeypatch: pytest.M
     calls = _hub(monkeypatch, datasets.DatasetDict({"train": saved}))
     monkeypatch.chdir(tmp_path)
     (located,) = locate_sources(Source(path="owner/name"))
-    assert calls == [("owner/name", None)]
+    assert calls == [("owner/name", None, None)]
+    locate_sources(Source(path="owner/name", config="main", split="train"))
+    assert calls[1] == ("owner/name", "main", "train")
     (piece,) = located.pieces
     assert piece.shown == "owner/name (train)"
     assert piece.where(3) == "owner/name (train) row 3"

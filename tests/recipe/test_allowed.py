@@ -32,7 +32,7 @@ def test_every_setting_can_be_read_and_has_a_meaning_and_a_line_to_paste() -> No
         (TrainSection, "warmup_ratio", "a number from 0 to 1"),
         (TrainSection, "micro_batch_tokens", "auto or a whole number of at least 1"),
         (TrainSection, "max_grad_norm", "a number above 0 or null"),
-        (DataSection, "train", "a text, a mapping {path, format, weight, split, map} or a list of those"),
+        (DataSection, "train", "a text, a mapping {path, format, weight, config, split, map} or a list of those"),
         (DataSection, "train_on", "last, all or a mapping {name: a number of at least 0, ...}"),
     ],
 )

@@ -106,7 +106,7 @@ def test_glob_beside_a_recipe_in_a_folder_with_brackets(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["owner/name", "{path: imdb, split: train}", "{path: owner/name, split: 'train[:9]'}"]
+    "source", ["owner/name", "{path: imdb, split: train}", "{path: owner/name, split: 'train[:9]', config: main}"]
 )
 def test_data_id_is_left_alone(source: str, load: Load) -> None:
     found = load(f"model: {{path: ./model}}\ndata: {{train: {source}}}\n").recipe.data.train
@@ -124,6 +124,7 @@ def test_data_id_is_left_alone(source: str, load: Load) -> None:
         ("[train.jsonl, eval.jsno]", "data.train[1]", "Did you mean eval.jsonl"),
         ("{path: trian.jsonl}", "data.train.path", "Did you mean path: train.jsonl"),
         ("{path: train.jsonl, split: train}", "data.train.split", "Remove split"),
+        ("{path: train.jsonl, config: main}", "data.train.config", "Remove config"),
     ],
 )
 def test_data_that_is_not_there_is_refused(source: str, key: str, words: str, refuse: Refuse) -> None:
