@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from lowmem_ft.errors import ModelError, Problem
 from lowmem_ft.model.find import FoundModel
 from lowmem_ft.model.load import DTYPES, BytesByPart, count_bytes
+from lowmem_ft.model.packed import refuse_untrainable_config
 
 BLOCK = 64
 """Weights with one scale in nf4 and fp4."""
@@ -22,10 +23,11 @@ def make_empty_model(found: FoundModel, dtype: str, trust_remote_code: bool = Fa
     """The model's modules on the meta device: shapes and types, no storage.
 
     Raises:
-        ModelError: its configuration cannot be read.
+        ModelError: its configuration cannot be read, or names a format that cannot be trained on.
     """
     try:
         config = AutoConfig.from_pretrained(found.path, revision=found.revision, trust_remote_code=trust_remote_code)
+        refuse_untrainable_config(found.path, getattr(config, "quantization_config", None))
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code

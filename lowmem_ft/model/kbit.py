@@ -8,41 +8,34 @@ recompute their activations (gradient checkpointing).
 
 from __future__ import annotations
 
+import inspect
 import logging
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lowmem_ft.errors import ModelError, Problem
-from lowmem_ft.model.load import is_packed
+from lowmem_ft.model.blocks import (
+    Names,
+    apply_recompute,
+    base_of,
+    check_recompute,
+    find_embeddings,
+    find_stacks,
+    part_of,
+    remove_recompute,
+)
+from lowmem_ft.model.casts import Cast, CastGroup, apply_casts, apply_matching, plan_casts, remove_matching
+from lowmem_ft.model.packed import WeightBytes, count_weight_bytes, keep_trainable_layout, refuse_untrainable
 from lowmem_ft.units import format_bytes, format_count
 
 logger = logging.getLogger(__name__)
 
-Cast = Literal["all", "norms", "none"]
 Recompute = Literal["block", "none"]
-
-
-@dataclass(frozen=True)
-class CastGroup:
-    """Parameters of one part of the model that were cast alike.
-
-    Attributes:
-        part: `embeddings`, `head`, `norms` or `other`.
-        parameters: how many weights.
-        before: type before.
-        bytes_before: their bytes before.
-        bytes_after: their bytes in fp32.
-    """
-
-    part: str
-    parameters: int
-    before: torch.dtype
-    bytes_before: int
-    bytes_after: int
+Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -55,6 +48,8 @@ class PreparationReport:
         frozen_parameters: base parameters that do not train, in weights; packed ones by their stored elements.
         recompute: `block` or `none`.
         input_gradients: whether the embedding's output asks for gradients.
+        kept: what is not quantized and was left as it is, by part and type.
+        weights: how many bytes of the base are quantized, before the casts; None in a prediction.
     """
 
     cast: Cast
@@ -62,6 +57,8 @@ class PreparationReport:
     frozen_parameters: int
     recompute: Recompute
     input_gradients: bool
+    kept: tuple[CastGroup, ...] = ()
+    weights: WeightBytes | None = None
 
     @property
     def added_bytes(self) -> int:
@@ -70,79 +67,154 @@ class PreparationReport:
 
     def lines(self) -> list[str]:
         """The report, for people."""
-        lines = []
+        lines = [self.weights.line()] if self.weights is not None else []
         for group in self.groups:
-            dtype = str(group.before).removeprefix("torch.")
             sizes = f"{format_bytes(group.bytes_before)} -> {format_bytes(group.bytes_after)}"
-            lines.append(f"cast {group.part}: {format_count(group.parameters)} weights, {dtype} -> float32, {sizes}")
+            types = f"{_name(group.before)} -> {_name(group.after)}"
+            lines.append(f"cast {group.part}: {format_count(group.parameters)} weights, {types}, {sizes}")
+        for group in self.kept:
+            size = format_bytes(group.bytes_before)
+            lines.append(f"kept {group.part}: {format_count(group.parameters)} weights, {_name(group.before)}, {size}")
         cost = format_bytes(self.added_bytes)
         checkpointing = "gradient checkpointing on every block" if self.recompute == "block" else "no recompute"
         gradients = "on" if self.input_gradients else "off"
         lines.append(f"casts add {cost}; base frozen; {checkpointing}; input gradients {gradients}")
+        if self.cast == "all":
+            lines.extend(self._ways_to_save())
         return lines
+
+    def _ways_to_save(self) -> list[str]:
+        added = dict.fromkeys(("embeddings", "head"), 0)
+        for group in self.groups:
+            if group.part in added:
+                added[group.part] += group.bytes_after - group.bytes_before
+        costs = [f"{part} {format_bytes(size)}" for part, size in added.items() if size]
+        if not costs:
+            return []
+        switches = ", ".join(f"{part}=False" for part, size in added.items() if size)
+        return [f'of that, {" and ".join(costs)}: cast="norms" saves it, or {switches}']
 
 
 def prepare_for_kbit_training(
-    model: PreTrainedModel,
+    model: Model,
     *,
     cast: Cast = "all",
     recompute: Recompute = "block",
     input_gradients: bool = True,
-) -> PreTrainedModel:
-    """Prepare a model, quantized or not, for training adapters on it. In place; calling it twice changes nothing more.
+    head: bool = True,
+    embeddings: bool = True,
+    use_reentrant: bool = False,
+    blocks: Names | None = None,
+    embedding: Names | None = None,
+) -> Model:
+    """Prepare a model, quantized by any method or not, for training adapters. In place, before or after
+    `get_peft_model`; calling it twice changes nothing more.
 
-    1. Base parameters are frozen. Parameters of adapters that are already there keep training.
-    2. Floating parameters that are not quantized go to fp32, one at a time, so the extra peak is the largest of them.
-       Packed weights, scales and buffers stay. Tied weights stay tied.
+    1. Base parameters are frozen. Adapters and copies in `modules_to_save` that are there already keep training.
+    2. 16-bit parameters go to fp32. Packed weights, scales, buffers and 3-D expert weights stay; tied stays tied.
     3. The output of the input embedding asks for gradients.
-    4. Every transformer block keeps only its input and computes the rest again in backward, non-reentrant.
+    4. Every block keeps only its input and computes the rest again in backward. No cache is filled while training.
 
-    Exactness: freezing and recompute change no result. Casts to fp32 are exact; what follows them is computed with
-    more digits.
-    Memory: `cast="all"` adds 2 bytes for each 16-bit weight that is not quantized, embeddings and head included;
-    `norms` adds them for norm weights only, and casts each norm's output back, so the residual stream stays 16-bit.
+    Exactness: freezing and recompute change no result. Casts are exact; what follows is computed with more digits.
+    Memory: `all` adds 2 bytes for each 16-bit weight that is not quantized, embeddings and head included; `norms`
+    adds them for norm weights only. While casting, at most the largest parameter more.
 
     Args:
-        model: a transformers model on any device.
-        cast: `all`, `norms`, or `none`.
+        model: any module.
+        cast: `all`, `norms` (they compute in fp32 and answer in their input's type), or `none`.
         recompute: `block`, or `none` to keep all activations.
-        input_gradients: needed with reentrant recompute of other tools, harmless here; the first block's input
-            gradient is computed for it.
+        input_gradients: needed with `use_reentrant`; otherwise it costs the first block's input gradient.
+        head: cast the output head, under `all`.
+        embeddings: cast the input embeddings, under `all`; a tied head goes with them.
+        use_reentrant: torch's older way of recompute.
+        blocks: names of stacks of blocks (`model.layers`), where they cannot be found.
+        embedding: names of input embeddings, where they cannot be found.
 
     Returns:
         The same model. Its `preparation_report` says what was done, in bytes; `lowmem_ft` logs it at level INFO.
 
     Raises:
-        ModelError: the model has no blocks that can recompute.
+        ModelError: its format cannot be trained on; or no blocks or embeddings are found, or none by these names.
 
     Source: the protocol is QLoRA's (Dettmers et al. 2023, arXiv:2305.14314), as in peft.
     """
-    trained = _adapter_parameters(model)
-    frozen = 0
-    for parameter in model.parameters():
-        if id(parameter) not in trained:
-            parameter.requires_grad_(False)
-            frozen += parameter.numel()
-    groups = _cast_parameters(model, cast, trained)
-    model.disable_input_require_grads()  # a hook that is added before the last one is removed stays for ever
+    base = base_of(model)
+    _check(base, recompute, input_gradients, use_reentrant, blocks, embedding)
+    adapters = _adapter_parameters(model)
+    weights, frozen = count_weight_bytes(base, adapters), _freeze(base, adapters)
+    plan = plan_casts(base, cast, adapters, head=head, embeddings=embeddings)
+    _forget_former(base)
+    apply_casts(plan)
+    apply_matching(base, cast)
     if recompute == "block":
-        _recompute_blocks(model)
-    else:
-        model.activation_checkpointing_disable()
-    model.disable_input_require_grads()  # turning recompute on has added a hook
-    if input_gradients:
-        model.enable_input_require_grads()
-    report = PreparationReport(cast, tuple(groups), frozen, recompute, input_gradients)
+        apply_recompute(base, blocks, use_reentrant)
+        _switch_off(base, "disable_input_require_grads")  # turning recompute on has added a hook
+    _add_hooks(base, embedding if input_gradients else (), use_reentrant)
+    report = PreparationReport(cast, plan.cast, frozen, recompute, input_gradients, plan.kept, weights)
     model.preparation_report = report  # type: ignore[assignment]  # nn.Module is typed for tensors only
     for line in report.lines():
         logger.info(line)
     return model
 
 
+def predict_preparation(
+    model: PreTrainedModel,
+    cast: Cast,
+    quantized: bool,
+    recompute: Recompute,
+    *,
+    head: bool = True,
+    embeddings: bool = True,
+) -> PreparationReport:
+    """What the preparation will do to a model that is not quantized yet, e.g. on the meta device. Nothing is changed.
+
+    Args:
+        model: not quantized.
+        cast: as in `prepare_for_kbit_training`, and so are `recompute`, `head` and `embeddings`.
+        quantized: whether its linear layers, all but the head, will be packed and so not cast.
+        recompute: `block` or `none`.
+        head: cast the output head.
+        embeddings: cast the input embeddings.
+    """
+    output = part_of(model, "get_output_embeddings")
+    packed: set[int] = set()
+    for module in model.modules() if quantized else ():
+        linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        if linear and module is not output:
+            packed.add(id(module.weight))
+    plan = plan_casts(model, cast, packed, head=head, embeddings=embeddings)
+    return PreparationReport(cast, plan.cast, sum(p.numel() for p in model.parameters()), recompute, True, plan.kept)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check(
+    base: nn.Module,
+    recompute: Recompute,
+    input_gradients: bool,
+    use_reentrant: bool,
+    blocks: Names | None,
+    embedding: Names | None,
+) -> None:
+    """All that can be refused, before anything is changed."""
+    refuse_untrainable(base)
+    kind = type(base).__name__
+    if recompute == "block" and use_reentrant and not input_gradients:
+        what = "reentrant recompute passes no gradient on unless a block's input asks for one"
+        raise ModelError(Problem(kind, what, "Write input_gradients=True, or use_reentrant=False"))
+    if blocks is not None and recompute == "none":
+        raise ModelError(Problem(kind, 'blocks are named, and recompute is "none"', 'Write recompute="block"'))
+    if recompute == "block":
+        check_recompute(base, blocks)
+    if input_gradients and not find_embeddings(base, embedding) and not find_stacks(base):
+        what = "has neither an input embedding nor blocks that can be found"
+        raise ModelError(Problem(kind, what, 'Write embedding="NAME", or input_gradients=False'))
+
+
 def _adapter_parameters(model: nn.Module) -> set[int]:
     """Identities of parameters that peft trains: adapter weights and the copies in `modules_to_save`."""
-    if not hasattr(model, "peft_config"):
-        return set()
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -158,83 +230,68 @@ def _adapter_parameters(model: nn.Module) -> set[int]:
     return found
 
 
-def _cast_parameters(model: PreTrainedModel, cast: Cast, trained: set[int]) -> list[CastGroup]:
-    groups = []
-    for group, parameters in _groups_to_cast(model, cast, trained):
-        for parameter in parameters:
-            parameter.data = parameter.data.to(torch.float32)  # the old storage goes before the next is made
-        groups.append(group)
-    if cast == "norms":
-        _cast_back_norms(model)
-    return groups
+def _freeze(base: nn.Module, adapters: set[int]) -> int:
+    """Freeze the base, and the layout of its packed weights. Returns how many weights that are."""
+    keep_trainable_layout(base)
+    frozen = 0
+    for parameter in base.parameters():
+        if id(parameter) not in adapters:
+            parameter.requires_grad_(False)
+            frozen += parameter.numel()
+    return frozen
 
 
-def predict_preparation(model: PreTrainedModel, cast: Cast, quantized: bool, recompute: Recompute) -> PreparationReport:
-    """What the preparation will do to a model that is not quantized yet, e.g. on the meta device. Nothing is changed.
-
-    Args:
-        model: not quantized.
-        cast: as in `prepare_for_kbit_training`.
-        quantized: whether its linear layers, all but the head, will be packed and so not cast.
-        recompute: as in `prepare_for_kbit_training`.
-    """
-    head = model.get_output_embeddings()
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
-    packed = {id(module.weight) for module in linears} if quantized else set()
-    groups = [group for group, _ in _groups_to_cast(model, cast, packed)]
-    return PreparationReport(cast, tuple(groups), sum(p.numel() for p in model.parameters()), recompute, True)
+def _forget_former(base: nn.Module) -> None:
+    """Take away what a call before this one added, and what transformers adds by itself."""
+    remove_matching(base)
+    remove_recompute(base)
+    _switch_off(base, "disable_input_require_grads")  # a hook that is added before the last one is removed stays
+    for module in base.modules():
+        for handle in module.__dict__.pop("_lowmem_hooks", ()):
+            handle.remove()
 
 
-def _groups_to_cast(
-    model: PreTrainedModel, cast: Cast, excluded: set[int]
-) -> list[tuple[CastGroup, list[nn.Parameter]]]:
-    """Parameters that go to fp32, by part and type."""
-    parts = _parts_of_parameters(model)
-    found: dict[tuple[str, torch.dtype], list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        part = parts.get(id(parameter), "other")
-        wanted = cast == "all" or (cast == "norms" and part == "norms")
-        if wanted and id(parameter) not in excluded and not is_packed(parameter) and parameter.dtype != torch.float32:
-            found.setdefault((part, parameter.dtype), []).append(parameter)
-    groups = []
-    for (part, dtype), parameters in found.items():
-        count = sum(p.numel() for p in parameters)
-        groups.append((CastGroup(part, count, dtype, count * dtype.itemsize, count * 4), parameters))
-    return groups
+def _switch_off(base: nn.Module, method: str) -> None:
+    if hasattr(base, method):
+        getattr(base, method)()
 
 
-def _parts_of_parameters(model: PreTrainedModel) -> dict[int, str]:
-    parts: dict[int, str] = {}
-    for module in model.modules():
-        if is_norm(module):
-            parts.update((id(p), "norms") for p in module.parameters(recurse=False))
-    for name, module in (("head", model.get_output_embeddings()), ("embeddings", model.get_input_embeddings())):
-        if module is not None:
-            parts.update((id(p), name) for p in module.parameters())
-    return parts
+def _add_hooks(base: nn.Module, embedding: Names | None, use_reentrant: bool) -> None:
+    """Hooks for input gradients (none with no names at all), and one that keeps the cache empty while training."""
+    wanted = embedding is None or len(embedding) > 0
+    found = find_embeddings(base, embedding) if wanted else []
+    for module in found:
+        _remember(module, module.register_forward_hook(_ask_for_gradient))
+    if wanted and (use_reentrant or not found):
+        for stack in find_stacks(base).values():
+            _remember(stack[0], stack[0].register_forward_pre_hook(_ask_for_input_gradient, with_kwargs=True))
+    for module in base.modules():
+        if isinstance(module, PreTrainedModel) and "use_cache" in inspect.signature(module.forward).parameters:
+            _remember(module, module.register_forward_pre_hook(_no_cache_in_training, with_kwargs=True))
 
 
-def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a normalization: by torch's classes, or by the name of its class with a 1-D weight."""
-    if isinstance(module, nn.LayerNorm | nn.GroupNorm | nn.RMSNorm):
-        return True
-    weight = getattr(module, "weight", None)
-    return "norm" in type(module).__name__.lower() and isinstance(weight, Tensor) and weight.ndim == 1
+def _remember(module: nn.Module, handle: Any) -> None:
+    module.__dict__.setdefault("_lowmem_hooks", []).append(handle)
 
 
-def _cast_back_norms(model: nn.Module) -> None:
-    for module in model.modules():
-        if is_norm(module) and not hasattr(module, "_lowmem_cast_back"):
-            module._lowmem_cast_back = module.register_forward_hook(_to_input_dtype)  # type: ignore[assignment]
+def _ask_for_gradient(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if torch.is_grad_enabled() and isinstance(output, Tensor) and output.is_floating_point():
+        output.requires_grad_(True)
 
 
-def _to_input_dtype(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    return output.to(args[0].dtype) if args else output
+def _ask_for_input_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every floating input that has no gradient gets one of its own; the caller's tensor stays as it is."""
+    if not torch.is_grad_enabled():
+        return None
+    first = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point()), None)
+    if first is None or first.requires_grad:
+        return None
+    asking = first.detach().requires_grad_(True)
+    changed = {key: asking if value is first else value for key, value in kwargs.items()}
+    return tuple(asking if value is first else value for value in args), changed
 
 
-def _recompute_blocks(model: PreTrainedModel) -> None:
-    try:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    except (ValueError, AttributeError) as error:
-        what = f"has no blocks that can recompute their activations: {error}"
-        raise ModelError(Problem(type(model).__name__, what, 'Write recompute="none"')) from error
+def _no_cache_in_training(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if module.training and torch.is_grad_enabled():
+        return args, {**kwargs, "use_cache": False}
+    return None

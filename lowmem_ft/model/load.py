@@ -6,11 +6,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from lowmem_ft.errors import ModelError, Problem
+from lowmem_ft.model.blocks import part_of
 from lowmem_ft.model.find import FoundModel
+from lowmem_ft.model.packed import (
+    described_bytes,
+    keep_trainable_layout,
+    logical_count,
+    quantization_method,
+    quantized_tensors,
+    refuse_untrainable_config,
+    stored_bytes,
+)
+from lowmem_ft.model.packed import is_packed as is_packed
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -65,7 +75,8 @@ def load_model(
         trust_remote_code: run the model's own Python code.
 
     Raises:
-        ModelError: it cannot be loaded this way.
+        ModelError: it cannot be loaded this way, or its format cannot be trained on; that is said before weights are
+            read.
     """
     source: dict[str, Any] = {
         "pretrained_model_name_or_path": found.path,
@@ -75,9 +86,11 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(**source)
         already = getattr(config, "quantization_config", None)
+        refuse_untrainable_config(found.path, already)
         if already is not None and quantization != "none":
-            method = already.get("quant_method") if isinstance(already, dict) else already.quant_method
-            what = f"is quantized already ({method}), and model.quantization asks for {quantization}"
+            what = (
+                f"is quantized already ({quantization_method(already)}), and model.quantization asks for {quantization}"
+            )
             raise ModelError(Problem(found.path, what, "Write quantization: none, or name the unquantized model"))
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             **source,
@@ -88,7 +101,7 @@ def load_model(
         )
     except (ValueError, OSError, ImportError, KeyError) as error:
         raise ModelError(Problem(found.path, f"transformers cannot load it: {_one_line(error)}")) from error
-    _keep_trainable_layout(model)
+    keep_trainable_layout(model)
     return model
 
 
@@ -109,36 +122,6 @@ def _quantization_config(quantization: str, double_quant: bool, dtype: torch.dty
     )
 
 
-def _keep_trainable_layout(model: nn.Module) -> None:
-    """Stop bitsandbytes from repacking weights for inference on CPUs with AVX512-BF16.
-
-    Its Linear4bit does so at the first call in eval mode without gradients, with scales rounded to bf16, and does not
-    undo it for training: the layer then has no gradient to its input, without a word. The flag is read at each call.
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010  # an attribute of Linear4bit
-
-
-def is_packed(parameter: nn.Parameter) -> bool:
-    """Whether a parameter holds quantized values: not a floating type, or with a quantization state."""
-    return not parameter.is_floating_point() or getattr(parameter, "quant_state", None) is not None
-
-
-def _packed_bytes(parameter: nn.Parameter) -> int:
-    size = parameter.numel() * parameter.element_size()
-    state = getattr(parameter, "quant_state", None)
-    if state is not None:
-        size += sum(t.numel() * t.element_size() for t in state.as_dict(packed=True).values())
-    scales = getattr(parameter, "SCB", None)
-    return size + (scales.numel() * scales.element_size() if isinstance(scales, torch.Tensor) else 0)
-
-
-def _logical_count(parameter: nn.Parameter) -> int:
-    state = getattr(parameter, "quant_state", None)
-    return int(torch.Size(state.shape).numel()) if state is not None else parameter.numel()
-
-
 def count_bytes(model: PreTrainedModel) -> BytesByPart:
     """Sort the parameters and buffers of `model` by part."""
     embedding, head = _embedding_weights(model)
@@ -146,32 +129,33 @@ def count_bytes(model: PreTrainedModel) -> BytesByPart:
     sizes = dict.fromkeys(("quantized", "embeddings", "head", "unquantized_linears", "rest"), 0)
     names: list[str] = []
     count = 0
-    any_packed = any(is_packed(p) for p in model.parameters())
+    packed: set[int] = set()
+    for module in model.modules():
+        for _, tensor in quantized_tensors(module):
+            if id(tensor) not in packed:
+                packed.add(id(tensor))
+                sizes["quantized"] += stored_bytes(tensor)
+        sizes["quantized"] += described_bytes(module)
     for name, parameter in model.named_parameters():
-        count += _logical_count(parameter)
-        if is_packed(parameter):
-            sizes["quantized"] += _packed_bytes(parameter)
-            continue
+        count += logical_count(model.get_submodule(name.rpartition(".")[0]), parameter)
         size = parameter.numel() * parameter.element_size()
+        if id(parameter) in packed:
+            continue
         if parameter is embedding:
             sizes["embeddings"] += size
         elif parameter is head:
             sizes["head"] += size
-        elif any_packed and parameter.ndim >= 2:
+        elif packed and parameter.ndim >= 2:
             sizes["unquantized_linears"] += size
             names.append(name)
         else:
             sizes["rest"] += size
-    sizes["rest"] += sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    plain = (buffer for buffer in model.buffers() if id(buffer) not in packed)
+    sizes["rest"] += sum(buffer.numel() * buffer.element_size() for buffer in plain)
     return BytesByPart(**sizes, parameters=count, unquantized_names=tuple(names), tied=tied)
 
 
 def _embedding_weights(model: PreTrainedModel) -> tuple[Any, Any]:
-    weights = []
-    for getter in (model.get_input_embeddings, model.get_output_embeddings):
-        try:
-            module = getter()
-        except (NotImplementedError, AttributeError):
-            module = None
-        weights.append(getattr(module, "weight", None))
-    return weights[0], weights[1]
+    getters = ("get_input_embeddings", "get_output_embeddings")
+    found = [getattr(part_of(model, getter), "weight", None) for getter in getters]
+    return found[0], found[1]

@@ -146,10 +146,6 @@ def test_trainer_with_our_loss_reports_the_losses_of_its_own_also_with_gradient_
         assert other == pytest.approx(first, rel=1e-4)
 
 
-@pytest.mark.xfail(
-    reason="bitsandbytes 0.50 repacks Linear4bit for inference on CPUs with AVX512-BF16, and the layer then has no "
-    "gradient; load_model prevents it, prepare_for_kbit_training does not yet"
-)
 def test_evaluating_between_steps_changes_neither_losses_nor_base(folder: Path, tmp_path: Path) -> None:
     often = {"train_dataset=texts": "train_dataset=texts, eval_dataset=texts"}
     often["max_steps=4"] = "max_steps=4, eval_strategy='steps', eval_steps=1"
