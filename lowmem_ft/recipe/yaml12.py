@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -117,6 +117,9 @@ class _RefusedError(Exception):
         self.place, self.what, self.instead = place, what, instead
 
 
+Event: TypeAlias = Any  # types-PyYAML gives events no anchor and no tag, and lets a mark be None
+
+
 class _Builder:
     """Builds the tree from parser events. `_build` gives a node and how many nodes it stands for, aliases expanded."""
 
@@ -139,13 +142,13 @@ class _Builder:
             )
         return root
 
-    def _place(self, event: yaml.Event) -> Place:
+    def _place(self, event: Event) -> Place:
         return self._place_of(event.start_mark.line + 1)
 
-    def _build(self, event: yaml.Event, path: str, levels_left: int) -> tuple[Node, int]:
+    def _build(self, event: Event, path: str, levels_left: int) -> tuple[Node, int]:
         place = self._place(event)
         if isinstance(event, yaml.AliasEvent):
-            return self._aliased(event.anchor, place)
+            return self._aliased(str(event.anchor), place)
         if levels_left == 0:
             raise _RefusedError(place, f"nested more than {DEEPEST} levels deep", "A recipe needs three")
         if event.anchor:
@@ -171,7 +174,7 @@ class _Builder:
             raise _RefusedError(place, f"the alias *{name} contains itself", "Write the value out")
         return replace(built[0], place=place), built[1]
 
-    def _check_tag(self, event: yaml.Event) -> None:
+    def _check_tag(self, event: Event) -> None:
         if event.tag is not None and event.tag not in _TAGS.values() and event.tag != "!":
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
             self._problems.add(
