@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -18,6 +19,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.utils import logging as transformers_logging
+
+from lowmem_ft.model.adapters import AdapterReport, AdapterSettings, add_adapters
 
 transformers_logging.disable_progress_bar()  # so that what a test captures is what the program printed
 
@@ -69,6 +72,20 @@ def tiny_gpt2(seed: int = 0) -> GPT2LMHeadModel:
 
 
 FAMILIES = {"llama": tiny_llama, "gemma3": tiny_gemma3, "qwen3": tiny_qwen3, "gpt2": tiny_gpt2}
+
+
+def add_lora(
+    model: PreTrainedModel,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float = 0.0,
+    targets: str | list[str] = "all-linear",
+    autocast: bool = True,
+) -> tuple[PeftModel, AdapterReport]:
+    """`add_adapters` with LoRA and nothing beside it."""
+    settings = AdapterSettings(rank=rank, alpha=alpha, dropout=dropout, targets=targets)
+    return add_adapters(model, settings, autocast=autocast)
 
 
 def save_tiny_model(folder: Path, model: PreTrainedModel | None = None) -> Path:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lowmem_ft.errors import ModelError, Problem
-from lowmem_ft.model.load import is_packed
+from lowmem_ft.model.packed import is_packed
 from lowmem_ft.model.targets import TargetMatch, Targets, find_targets, match_names, tied_names, values_by_module
 
 Kind = Literal["lora", "dora", "rslora", "vera", "ia3"]
@@ -71,20 +71,6 @@ class AdapterReport:
     table: tuple[TargetMatch, ...] = ()
     warnings: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
-
-
-def add_lora(
-    model: PreTrainedModel,
-    *,
-    rank: int,
-    alpha: float,
-    dropout: float = 0.0,
-    targets: str | list[str] = "all-linear",
-    autocast: bool = True,
-) -> tuple[PeftModel, AdapterReport]:
-    """`add_adapters` with LoRA and nothing beside it."""
-    settings = AdapterSettings(rank=rank, alpha=alpha, dropout=dropout, targets=targets)
-    return add_adapters(model, settings, autocast=autocast)
 
 
 def add_adapters(

@@ -12,6 +12,7 @@ from lowmem_ft.errors import ModelError, Problem
 from lowmem_ft.model.find import FoundModel
 from lowmem_ft.model.load import DTYPES, BytesByPart, count_bytes
 from lowmem_ft.model.packed import refuse_untrainable_config
+from lowmem_ft.model.targets import is_linear
 
 BLOCK = 64
 """Weights with one scale in nf4 and fp4."""
@@ -53,7 +54,7 @@ def predict_bytes(model: PreTrainedModel, quantization: str, double_quant: bool 
     head = model.get_output_embeddings()
     packed, was = 0, 0
     for module in model.modules():
-        if module is head or not (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"):
+        if module is head or not is_linear(module):
             continue
         weight = module.weight
         assert isinstance(weight, torch.Tensor)

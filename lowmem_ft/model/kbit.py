@@ -30,6 +30,7 @@ from lowmem_ft.model.blocks import (
 )
 from lowmem_ft.model.casts import Cast, CastGroup, apply_casts, apply_matching, plan_casts, remove_matching
 from lowmem_ft.model.packed import WeightBytes, count_weight_bytes, keep_trainable_layout, refuse_untrainable
+from lowmem_ft.model.targets import is_linear
 from lowmem_ft.units import format_bytes, format_count
 
 logger = logging.getLogger(__name__)
@@ -179,8 +180,7 @@ def predict_preparation(
     output = part_of(model, "get_output_embeddings")
     packed: set[int] = set()
     for module in model.modules() if quantized else ():
-        linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-        if linear and module is not output:
+        if is_linear(module) and module is not output:
             packed.add(id(module.weight))
     plan = plan_casts(model, cast, packed, head=head, embeddings=embeddings)
     return PreparationReport(cast, plan.cast, sum(p.numel() for p in model.parameters()), recompute, True, plan.kept)

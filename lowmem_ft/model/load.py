@@ -20,7 +20,6 @@ from lowmem_ft.model.packed import (
     refuse_untrainable_config,
     stored_bytes,
 )
-from lowmem_ft.model.packed import is_packed as is_packed
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from lowmem_ft import apply_packed_attention, prepare_for_kbit_training
 from lowmem_ft.data.batches import Row, StepOrder
 from lowmem_ft.data.formats import TokenizedExample
-from lowmem_ft.model.adapters import add_lora
 from lowmem_ft.model.find import FoundModel
 from lowmem_ft.model.load import load_model
 from lowmem_ft.training.causal import CausalLoss
 from lowmem_ft.training.loop import train_step
 from lowmem_ft.training.optim import make_optimizer, make_schedule
 from lowmem_ft.training.setup import rows_of_step
-from tests.tiny import VOCABULARY
+from tests.tiny import VOCABULARY, add_lora
 
 STEPS = 3
 LR = 2e-4

@@ -10,13 +10,13 @@ import torch
 from peft import PeftModel
 
 from lowmem_ft.errors import ModelError
-from lowmem_ft.model.adapters import AdapterReport, AdapterSettings, Kind, add_adapters, add_lora, unused_settings
+from lowmem_ft.model.adapters import AdapterReport, AdapterSettings, Kind, add_adapters, unused_settings
 from lowmem_ft.model.find import FoundModel
 from lowmem_ft.model.gradient_flow import check_gradient_flow
 from lowmem_ft.model.kbit import prepare_for_kbit_training
 from lowmem_ft.model.load import load_model
 from lowmem_ft.recipe.schema import AdapterSection
-from tests.tiny import tiny_gpt2, tiny_llama
+from tests.tiny import add_lora, tiny_gpt2, tiny_llama
 
 
 def test_all_linear_is_every_linear_but_the_head() -> None:

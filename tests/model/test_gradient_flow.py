@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from lowmem_ft import check_gradient_flow
 from lowmem_ft.errors import ModelError
 from lowmem_ft.memory.loss import chunked_loss
-from lowmem_ft.model.adapters import add_lora
 from lowmem_ft.model.kbit import prepare_for_kbit_training
-from tests.tiny import tiny_gpt2, tiny_llama
+from tests.tiny import add_lora, tiny_gpt2, tiny_llama
 
 IDS = torch.arange(3, 20)[None]
 BATCH = {"input_ids": IDS, "labels": IDS}

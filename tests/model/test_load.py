@@ -10,7 +10,8 @@ import torch
 
 from lowmem_ft.errors import ModelError
 from lowmem_ft.model.find import FoundModel
-from lowmem_ft.model.load import BytesByPart, count_bytes, is_packed, load_model
+from lowmem_ft.model.load import BytesByPart, count_bytes, load_model
+from lowmem_ft.model.packed import is_packed
 from tests.tiny import save_tiny_model, tiny_gpt2, tiny_llama
 
 KINDS = ["nf4", "fp4", "int8"]

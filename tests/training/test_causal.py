@@ -11,9 +11,8 @@ from lowmem_ft.data.batches import make_row
 from lowmem_ft.data.formats import TokenizedExample
 from lowmem_ft.errors import ModelError
 from lowmem_ft.memory.attention import apply_packed_attention
-from lowmem_ft.model.adapters import add_lora
 from lowmem_ft.training.causal import CausalLoss, fill_up
-from tests.tiny import FAMILIES, VOCABULARY, tiny_gemma3, tiny_llama
+from tests.tiny import FAMILIES, VOCABULARY, add_lora, tiny_gemma3, tiny_llama
 
 EXAMPLES = [
     TokenizedExample([5, 6, 7, 8, 2], [0, 0, 1, 1, 1], "f", 1),

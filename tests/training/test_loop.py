@@ -17,12 +17,11 @@ from lowmem_ft.data.batches import Row, make_row, micro_batches
 from lowmem_ft.data.formats import TokenizedExample
 from lowmem_ft.errors import TrainingError
 from lowmem_ft.memory.attention import apply_packed_attention
-from lowmem_ft.model.adapters import add_lora
 from lowmem_ft.model.kbit import prepare_for_kbit_training
 from lowmem_ft.training.causal import CausalLoss
 from lowmem_ft.training.loop import StepResult, train_step
 from lowmem_ft.training.optim import make_optimizer, make_schedule
-from tests.tiny import FAMILIES, VOCABULARY, tiny_llama
+from tests.tiny import FAMILIES, VOCABULARY, add_lora, tiny_llama
 
 STEPS = 2
 LR = 2e-4

@@ -13,13 +13,12 @@ from peft import PeftModel
 from lowmem_ft.data.batches import StepOrder
 from lowmem_ft.errors import ExportError
 from lowmem_ft.memory.measure import MemoryMeter, PhasePeak
-from lowmem_ft.model.adapters import add_lora
 from lowmem_ft.model.generate import Answer
 from lowmem_ft.recipe.schema import CheckpointSection, DataSection, ModelSection, Recipe
 from lowmem_ft.training.loop import StepResult
 from lowmem_ft.training.run_folder import RunFolder
 from tests.data.tiny_tokenizers import with_template
-from tests.tiny import tiny_llama
+from tests.tiny import add_lora, tiny_llama
 
 
 def _recipe(output: Path, **checkpoint: Any) -> Recipe:
