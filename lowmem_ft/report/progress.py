@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -98,13 +99,18 @@ class _Work:
     task: object
     plain: Display | None
     result: str = ""
+    words: str | None = None
+    printed: float = 0.0
 
     def now(self, text: str) -> None:
-        """What is being done within the task."""
-        if self.plain is not None:
-            self.plain.line(f"{self.what}: {text}")
-        else:
+        """What is being done within the task. Plain lines come with each new kind of work, not with each number."""
+        if self.plain is None:
             self.progress.update(self.task, description=escape(f"{self.what}: {text}"))  # type: ignore[arg-type]
+            return
+        now, words = time.monotonic(), re.sub(r"\d[\d,]*", "", text)
+        if words != self.words or now - self.printed >= PLAIN_EVERY_SECONDS:
+            self.words, self.printed = words, now
+            self.plain.line(f"{self.what}: {text}")
 
 
 @dataclass

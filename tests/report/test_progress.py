@@ -86,3 +86,20 @@ def test_on_a_narrow_terminal_no_number_is_cut_off() -> None:
     words = out.getvalue().split()
     assert all(word in words for word in ("1.0000", "1.00e-04", "100", "tokens/s", "2.00", "GiB", "left"))
     assert "…" not in out.getvalue()
+
+
+def test_without_a_terminal_a_count_is_not_a_line_each_and_a_new_stage_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    display, out = _plain()
+    with display.working("reading") as work:
+        for count in range(256, 100_000, 256):
+            now[0] += 0.08
+            work.now(f"{count:,} examples")
+        work.now("saving")
+    assert out.getvalue().splitlines()[:4] == [
+        "reading: 256 examples",
+        "reading: 48,384 examples",
+        "reading: 96,512 examples",
+        "reading: saving",
+    ]
