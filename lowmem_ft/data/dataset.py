@@ -17,7 +17,7 @@ from lowmem_ft.data.reading import SourceReport, read_examples
 from lowmem_ft.data.sources import as_sources, digest_sources, locate_sources
 from lowmem_ft.data.template import Encoder, Result
 from lowmem_ft.data.text_watch import TextWatch, watch_lines
-from lowmem_ft.recipe.schema import DataSection, Sources
+from lowmem_ft.recipe.data_section import DataSection, Sources
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from lowmem_ft.data.json_text import Bad
 from lowmem_ft.data.messages import BadRecordError, MissingColumnError
 from lowmem_ft.data.sources import LocatedSource, Piece, locate_sources
 from lowmem_ft.errors import MOST_PROBLEMS, DataError, Problem
-from lowmem_ft.recipe.schema import Sources
+from lowmem_ft.recipe.data_section import Sources
 
 AUTO_RECORDS = 20
 MOST_COLLECTED = 1000

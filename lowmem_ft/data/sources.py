@@ -18,7 +18,7 @@ from lowmem_ft.data.files import ENDINGS, kind_of, read_file, rows_of
 from lowmem_ft.data.json_streams import Raw
 from lowmem_ft.data.json_text import shorten
 from lowmem_ft.errors import DataError, Problem, nearest
-from lowmem_ft.recipe.schema import Source, Sources
+from lowmem_ft.recipe.data_section import Source, Sources
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_ROWS = 256

@@ -12,7 +12,8 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
 
 from lowmem_ft.recipe.emit import yaml_of
-from lowmem_ft.recipe.schema import Recipe, Section
+from lowmem_ft.recipe.schema import Recipe
+from lowmem_ft.recipe.section import Section
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from lowmem_ft.recipe.emit import quoted, yaml_of
 from lowmem_ft.recipe.names import unknown_name
 from lowmem_ft.recipe.numerals import NotANumberError, read_number
 from lowmem_ft.recipe.places import Place, Problems
-from lowmem_ft.recipe.schema import Recipe, Section
+from lowmem_ft.recipe.schema import Recipe
+from lowmem_ft.recipe.section import Section
 from lowmem_ft.recipe.yaml12 import FALSE_WORDS, NOT_TEXT, NULLS, TRUE_WORDS, Items, Node, Scalar, Table, not_a_text
 
 INVALID: Final = object()

@@ -26,7 +26,8 @@ from lowmem_ft.recipe.emit import yaml_block
 from lowmem_ft.recipe.overrides import apply_overrides, read_overrides
 from lowmem_ft.recipe.paths import Paths
 from lowmem_ft.recipe.places import Place, Problems
-from lowmem_ft.recipe.schema import Recipe, Section, SettingError
+from lowmem_ft.recipe.schema import Recipe
+from lowmem_ft.recipe.section import Section, SettingError
 from lowmem_ft.recipe.yaml12 import Scalar, Table, read_tree
 from lowmem_ft.units import format_bytes
 

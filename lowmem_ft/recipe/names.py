@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lowmem_ft.errors import nearest
 from lowmem_ft.recipe.allowed import Setting, sections, settings_of
 from lowmem_ft.recipe.emit import text_as_yaml
-from lowmem_ft.recipe.schema import Section
+from lowmem_ft.recipe.section import Section
 from lowmem_ft.recipe.yaml12 import Node, Scalar
 
 # What other tools call it: the dotted setting here, and the value that says the same (None: the value can be kept;

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_ft.errors import nearest
+from lowmem_ft.recipe.data_section import TEMPLATES
 from lowmem_ft.recipe.emit import text_as_yaml
 from lowmem_ft.recipe.places import Place, Problems
-from lowmem_ft.recipe.schema import TEMPLATES
 
 DATA_ENDINGS = (
     *(".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".yaml", ".yml"),

@@ -10,7 +10,7 @@ import pytest
 
 from lowmem_ft.data.dataset import Split, load_split, read_some
 from lowmem_ft.data.template import make_encoder
-from lowmem_ft.recipe.schema import DataSection, Source
+from lowmem_ft.recipe.data_section import DataSection, Source
 from tests.data.tiny_tokenizers import with_template
 
 

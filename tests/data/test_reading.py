@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lowmem_ft.data.formats import FORMATS, Example
 from lowmem_ft.data.reading import MOST_COLLECTED, SourceReport, read_examples
 from lowmem_ft.errors import DataError
-from lowmem_ft.recipe.schema import Source
+from lowmem_ft.recipe.data_section import Source
 
 PAIR = '{"prompt": "Name a river.", "completion": "Inn."}\n'
 OTHER = '{"prompt": "Name a lake.", "completion": "Attersee."}\n'

@@ -12,7 +12,7 @@ import pytest
 
 from lowmem_ft.data.sources import digest_sources, is_hub_id, locate_sources, shown_name
 from lowmem_ft.errors import DataError
-from lowmem_ft.recipe.schema import Source
+from lowmem_ft.recipe.data_section import Source
 
 RECORD = '{"text": "a"}\n'
 

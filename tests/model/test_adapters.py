@@ -15,7 +15,7 @@ from lowmem_ft.model.find import FoundModel
 from lowmem_ft.model.gradient_flow import check_gradient_flow
 from lowmem_ft.model.kbit import prepare_for_kbit_training
 from lowmem_ft.model.load import load_model
-from lowmem_ft.recipe.schema import AdapterSection
+from lowmem_ft.recipe.adapter_section import AdapterSection
 from tests.tiny import add_lora, tiny_gpt2, tiny_llama
 
 

@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 
 from lowmem_ft.recipe.allowed import Number, sections, settings_of
-from lowmem_ft.recipe.schema import DataSection, ModelSection, Recipe, Source, TrainSection
+from lowmem_ft.recipe.data_section import DataSection, Source
+from lowmem_ft.recipe.schema import ModelSection, Recipe
+from lowmem_ft.recipe.train_section import TrainSection
 
 
 def test_every_section_is_found_once_under_its_name() -> None:

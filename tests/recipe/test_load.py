@@ -12,19 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lowmem_ft.errors import MOST_PROBLEMS, RecipeError
+from lowmem_ft.recipe.adapter_section import AdapterSection
+from lowmem_ft.recipe.data_section import DataSection, Source
 from lowmem_ft.recipe.load import LARGEST_FILE_BYTES, dump_recipe, load_recipe
-from lowmem_ft.recipe.schema import (
-    AdapterSection,
-    CheckpointSection,
-    DataSection,
-    EvalSection,
-    MemorySection,
-    ModelSection,
-    PrepareSection,
-    Recipe,
-    Source,
-    TrainSection,
-)
+from lowmem_ft.recipe.schema import CheckpointSection, EvalSection, ModelSection, PrepareSection, Recipe
+from lowmem_ft.recipe.train_section import MemorySection, TrainSection
 
 from .conftest import SMALLEST, Load, Refuse
 

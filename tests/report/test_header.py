@@ -14,7 +14,8 @@ from lowmem_ft.memory.measure import MemoryMeter, PhasePeak
 from lowmem_ft.model.adapters import AdapterReport
 from lowmem_ft.model.kbit import PreparationReport
 from lowmem_ft.model.load import BytesByPart
-from lowmem_ft.recipe.schema import DataSection, ModelSection, Recipe
+from lowmem_ft.recipe.data_section import DataSection
+from lowmem_ft.recipe.schema import ModelSection, Recipe
 from lowmem_ft.report.header import print_end, print_header
 from lowmem_ft.report.progress import Display
 from tests.report.test_summary import split_audit

@@ -14,7 +14,8 @@ from lowmem_ft.data.batches import StepOrder
 from lowmem_ft.errors import ExportError
 from lowmem_ft.memory.measure import MemoryMeter, PhasePeak
 from lowmem_ft.model.generate import Answer
-from lowmem_ft.recipe.schema import CheckpointSection, DataSection, ModelSection, Recipe
+from lowmem_ft.recipe.data_section import DataSection
+from lowmem_ft.recipe.schema import CheckpointSection, ModelSection, Recipe
 from lowmem_ft.training.loop import StepResult
 from lowmem_ft.training.run_folder import RunFolder
 from tests.data.tiny_tokenizers import with_template

@@ -1,0 +1,71 @@
+"""The `train` and `memory` sections of a recipe: the update, and the knobs that do not change it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from lowmem_ft.recipe.section import Auto, Fraction, Positive, Section, SettingError
+
+
+class TrainSection(Section):
+    """The update."""
+
+    epochs: Annotated[Annotated[float, Field(gt=0)] | None, Field(examples=[1])] = None
+    """Passes over the training data; 1 if neither this nor `steps` is given."""
+
+    steps: Annotated[Positive | None, Field(examples=[100])] = None
+    """Number of optimizer steps, instead of `epochs`. Of the two only one may be given."""
+
+    batch_size: Positive = 16
+    """Examples in one optimizer step, over all processes. The loss is divided by their trained tokens, once."""
+
+    micro_batch_tokens: Positive | Auto = "auto"
+    """Most tokens of one forward pass; gradient accumulation follows from it. `auto`: `data.max_tokens`.
+
+    One example longer than this is a micro-batch by itself. Changes memory and speed only."""
+
+    lr: Annotated[float, Field(gt=0)] = 2e-4
+    """Peak learning rate."""
+
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape after warm-up: to zero along a cosine or a line, or constant."""
+
+    warmup_ratio: Fraction = 0.03
+    """Share of the steps over which the learning rate rises from zero."""
+
+    shuffle: bool = True
+    """Draw the examples in a new order each epoch, a function of seed and epoch."""
+
+    optimizer: Literal["adamw"] = "adamw"
+    """The optimizer."""
+
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay on the trained matrices."""
+
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Automatic mixed precision: `bf16`, `fp16` with loss scaling (GPU only), or `fp32` (none)."""
+
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Gradients are scaled down to this norm, once a step; null turns it off."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainSection:
+        if self.epochs is not None and self.steps is not None:
+            raise SettingError(
+                ("train.steps", "train.epochs"),
+                "epochs and steps are both given, and only one can end the run",
+                "Remove one of them",
+            )
+        return self
+
+
+class MemorySection(Section):
+    """Memory knobs. None of them changes what is learned."""
+
+    recompute: Literal["auto", "none", "block"] = "auto"
+    """Activations computed twice (gradient checkpointing): per transformer `block`, or `none`. `auto`: block."""
+
+    loss_chunk_tokens: Positive | Auto = "auto"
+    """Trained tokens whose logits are held at once. `auto`: as many as keep the logits under 32 MiB."""
