@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from lowmem_ft.model.blocks import apply_around, part_of, remove_around
+from lowmem_ft.memory.blocks import apply_around, part_of, remove_around
 from lowmem_ft.model.packed import inner_tensors, quantized_ids, quantized_tensors
 
 Cast = Literal["all", "norms", "none"]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lowmem_ft.errors import ModelError, Problem
-from lowmem_ft.model.blocks import (
+from lowmem_ft.memory.blocks import (
     Names,
     apply_recompute,
     base_of,

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from lowmem_ft.errors import ModelError, Problem
-from lowmem_ft.model.blocks import part_of
+from lowmem_ft.memory.blocks import part_of
 from lowmem_ft.model.find import FoundModel
 from lowmem_ft.model.packed import (
     described_bytes,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lowmem_ft.errors import ModelError
-from lowmem_ft.model.blocks import (
+from lowmem_ft.memory.blocks import (
     WrappedForward,
     apply_around,
     apply_recompute,
