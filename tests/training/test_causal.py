@@ -61,6 +61,17 @@ def test_a_head_that_scales_its_logits_is_refused() -> None:
         CausalLoss(GraniteForCausalLM(config)).check_head()
 
 
+def test_only_the_head_is_checked_whatever_the_body_rounds_to() -> None:
+    model = tiny_llama()
+
+    def other_each_time(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output + torch.randn_like(output)
+
+    model.get_input_embeddings().register_forward_hook(other_each_time)
+    apply_packed_attention(model)
+    CausalLoss(model).check_head()
+
+
 def test_a_model_without_a_head_is_refused() -> None:
     with pytest.raises(ModelError, match="no separate backbone and output head"):
         CausalLoss(tiny_llama().model)
