@@ -93,7 +93,9 @@ class PreparationReport:
         if not costs:
             return []
         switches = ", ".join(f"{part}=False" for part, size in added.items() if size)
-        return [f'of that, {" and ".join(costs)}: cast="norms" saves it, or {switches}']
+        keys = ", ".join(f"{part}: false" for part, size in added.items() if size)
+        by = f'cast="norms" saves it, or {switches} (in a recipe prepare: {{cast: norms}}, or {{{keys}}})'
+        return [f"of that, {' and '.join(costs)}: {by}"]
 
 
 def prepare_for_kbit_training(

@@ -50,6 +50,23 @@ class PrepareSection(Section):
     cast: Literal["all", "norms", "none"] = "all"
     """Which non-quantized parameters of the base go to fp32: `all`, only the `norms`, or `none`."""
 
+    head: bool = True
+    """Under `all`, cast the output head too."""
+
+    embeddings: bool = True
+    """Under `all`, cast the input embeddings too; a tied head goes with them."""
+
+    @model_validator(mode="after")
+    def _switches_are_for_all(self) -> PrepareSection:
+        off = [name for name in ("head", "embeddings") if not getattr(self, name)]
+        if off and self.cast != "all":
+            raise SettingError(
+                (f"prepare.{off[0]}", "prepare.cast"),
+                f"cast: {self.cast} leaves the {off[0]} as it is already",
+                f"Remove {off[0]}, or write cast: all",
+            )
+        return self
+
 
 class CheckpointSection(Section):
     """Saved state of the run."""

@@ -116,7 +116,7 @@ def load_prepared(recipe: Recipe, found: FoundModel, device: torch.device, repor
             trust_remote_code=settings.trust_remote_code,
         )
     by_part = count_bytes(model)
-    model = prepare_for_kbit_training(model, cast=recipe.prepare.cast, recompute=_recompute(recipe))
+    model = prepare_for_kbit_training(model, recompute=_recompute(recipe), **recipe.prepare.model_dump())
     preparation = cast(PreparationReport, model.preparation_report)
     not_packed = why_not_packed(recipe, model)
     if not_packed is None:
@@ -134,7 +134,10 @@ def predict_prepared(recipe: Recipe, found: FoundModel) -> PreparedModel:
     settings = recipe.model
     model = make_empty_model(found, settings.dtype, settings.trust_remote_code)
     by_part = predict_bytes(model, settings.quantization, settings.double_quant)
-    preparation = predict_preparation(model, recipe.prepare.cast, settings.quantization != "none", _recompute(recipe))
+    quantized = settings.quantization != "none"
+    preparation = predict_preparation(
+        model, quantized=quantized, recompute=_recompute(recipe), **recipe.prepare.model_dump()
+    )
     adapted, adapters = _adapt(recipe, model)
     return PreparedModel(adapted, by_part, preparation, adapters, why_not_packed(recipe, model))
 

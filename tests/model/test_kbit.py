@@ -18,8 +18,8 @@ from lowmem_ft.model.find import FoundModel
 from lowmem_ft.model.kbit import predict_preparation, prepare_for_kbit_training
 from lowmem_ft.model.load import load_model
 from lowmem_ft.model.packed import is_packed
+from tests.memory.test_blocks import IDS, Stack, TwoTowers
 from tests.model.backends import BACKENDS, BITSANDBYTES, LORA_TARGETS, dequantized, tensors_of
-from tests.model.test_blocks import IDS, Stack, TwoTowers
 from tests.model.test_casts import tiny_moe
 from tests.tiny import FAMILIES, save_tiny_model, tiny_llama
 
@@ -287,12 +287,16 @@ def test_what_is_not_quantized_is_named_and_what_saves_it_is_said(folder: Path) 
     lines = prepare_for_kbit_training(_load(folder, "nf4")).preparation_report.lines()
     assert lines[0].startswith("56.6 KiB of ")
     assert "weight bytes are not quantized: model.embed_tokens.weight 56.0 KiB, " in lines[0]
-    assert lines[-1] == 'of that, embeddings 56.0 KiB: cast="norms" saves it, or embeddings=False'
+    assert lines[-1] == (
+        'of that, embeddings 56.0 KiB: cast="norms" saves it, or embeddings=False '
+        "(in a recipe prepare: {cast: norms}, or {embeddings: false})"
+    )
     assert lines[-2].startswith("casts add 56.6 KiB; base frozen")
     moe = prepare_for_kbit_training(tiny_moe().bfloat16()).preparation_report.lines()
     assert "model.layers.*.mlp.experts.gate_up_proj 64.0 KiB" in moe[0]
     assert "kept experts: 49,152 weights, bfloat16, 96.0 KiB" in moe
-    assert moe[-1].endswith('cast="norms" saves it, or embeddings=False, head=False')
+    assert 'cast="norms" saves it, or embeddings=False, head=False (' in moe[-1]
+    assert moe[-1].endswith("{cast: norms}, or {embeddings: false, head: false})")
 
 
 @pytest.mark.parametrize("model", [Stack, TwoTowers])

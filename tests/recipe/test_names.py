@@ -37,7 +37,7 @@ VALUE = Scalar("7", True, Place("f", 1))
             None,
         ),
         ("", "lr:3", "the top level has no", "Put a space after the colon", None),
-        ("prepare", "zzz", "prepare has no setting zzz", "It has cast", None),
+        ("prepare", "zzz", "prepare has no setting zzz", "It has cast, head, embeddings", None),
     ],
 )
 def test_unknown_name(path: str, name: str, what: str, instead: str, meant: str | None) -> None:

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from lowmem_ft.recipe.adapter_section import AdapterSection
 from lowmem_ft.recipe.allowed import sections, settings_of
 from lowmem_ft.recipe.data_section import DataSection
-from lowmem_ft.recipe.schema import EXCLUSIVE, EvalSection, ModelSection, Recipe
+from lowmem_ft.recipe.schema import EXCLUSIVE, EvalSection, ModelSection, PrepareSection, Recipe
 from lowmem_ft.recipe.train_section import TrainSection
 from tests.recipe.causes import cause
 
@@ -38,3 +38,12 @@ def test_dora_on_int8_is_refused_before_anything_is_read() -> None:
     with pytest.raises(ValidationError) as caught:
         Recipe(model=ModelSection(path="a/b", quantization="int8"), data=DATA, adapter=AdapterSection(kind="dora"))
     assert cause(caught.value).keys == ("adapter.kind", "model.quantization")
+
+
+@pytest.mark.parametrize("part", ["head", "embeddings"])
+@pytest.mark.parametrize("cast", ["norms", "none"])
+def test_a_switch_of_the_cast_that_would_do_nothing_is_refused(part: str, cast: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        PrepareSection.model_validate({"cast": cast, part: False})
+    assert cause(caught.value).keys == (f"prepare.{part}", "prepare.cast")
+    assert PrepareSection.model_validate({part: False}).cast == "all"
