@@ -89,13 +89,14 @@ class PreparationReport:
         for group in self.groups:
             if group.part in added:
                 added[group.part] += group.bytes_after - group.bytes_before
-        costs = [f"{part} {format_bytes(size)}" for part, size in added.items() if size]
-        if not costs:
+        costly = {part: size for part, size in added.items() if size}
+        if not costly:
             return []
-        switches = ", ".join(f"{part}=False" for part, size in added.items() if size)
-        keys = ", ".join(f"{part}: false" for part, size in added.items() if size)
+        costs = " and ".join(f"{part} {format_bytes(size)}" for part, size in costly.items())
+        switches = ", ".join(f"{part}=False" for part in costly)
+        keys = ", ".join(f"{part}: false" for part in costly)
         by = f'cast="norms" saves it, or {switches} (in a recipe prepare: {{cast: norms}}, or {{{keys}}})'
-        return [f"of that, {' and '.join(costs)}: {by}"]
+        return [f"of that, {costs}: {by}"]
 
 
 def prepare_for_kbit_training(

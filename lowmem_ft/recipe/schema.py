@@ -1,4 +1,4 @@
-"""The recipe: every setting with its type, range, default and meaning.
+"""The recipe: every setting with its type, range, default and meaning. The large sections have a module each.
 
 The text under a field is its documentation: the JSON Schema and the reference page are made from it, and so are the
 ranges and examples that an error shows. A field without a default value to show has an example instead.
@@ -62,7 +62,7 @@ class PrepareSection(Section):
         if off and self.cast != "all":
             raise SettingError(
                 (f"prepare.{off[0]}", "prepare.cast"),
-                f"cast: {self.cast} leaves the {off[0]} as it is already",
+                f"cast: {self.cast} casts no {off[0]} anyway",
                 f"Remove {off[0]}, or write cast: all",
             )
         return self
