@@ -1,7 +1,9 @@
 """The `lowmem-ft` command.
 
 lowmem-ft train RECIPE [section.key=value ...] [--dry-run]
+lowmem-ft resume RUN [section.key=value ...] [--accept-changes]    go on from the newest whole checkpoint
 lowmem-ft check RECIPE [section.key=value ...]      read and audit the data; no weight is read
+lowmem-ft check RUN --resume                        train a few steps unbroken and resumed, and compare every bit
 lowmem-ft generate RUN PROMPT [--system TEXT]       the trained model's answer beside the base's
 lowmem-ft schema                                    JSON Schema of a recipe, for editors
 lowmem-ft reference                                 every setting of a recipe, as Markdown
@@ -13,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from lowmem_ft import __version__
@@ -26,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from lowmem_ft.train import main as train
 
         return train(given[1:])
-    options = _parser().parse_args(given)
+    options = _parse(given)
     try:
         return int(options.run(options))
     except LowmemError as error:
@@ -36,14 +39,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _parse(given: Sequence[str]) -> argparse.Namespace:
+    """Overrides may stand before and after options, which argparse's commands do not allow by themselves."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(given)
+    if any(text.startswith("-") or not hasattr(options, "overrides") for text in rest):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lowmem-ft", description="Fine-tune quantized language models.")
     parser.add_argument("--version", action="version", version=f"lowmem-ft {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("train", help="fine-tune by a recipe", add_help=False)
+    resume = commands.add_parser("resume", help="go on with a run from its newest whole checkpoint")
+    resume.add_argument("run_folder", type=Path, metavar="RUN")
+    resume.add_argument("overrides", nargs="*", metavar="section.key=value")
+    resume.add_argument("--accept-changes", action="store_true", help="go on though what is learned changes")
+    resume.set_defaults(run=_resume)
     check = commands.add_parser("check", help="read and audit the data of a recipe; no weight is read")
-    check.add_argument("recipe", type=Path)
+    check.add_argument("recipe", type=Path, help="YAML file; with --resume also a run folder")
     check.add_argument("overrides", nargs="*", metavar="section.key=value")
+    check.add_argument("--resume", action="store_true", help="prove that a resumed run equals an unbroken one")
+    check.add_argument("--steps", type=int, default=4, help="of that proof (4); it resumes in their middle")
     check.set_defaults(run=_check)
     generate = commands.add_parser("generate", help="answer a prompt with a trained run, and with its base")
     generate.add_argument("run_folder", type=Path, metavar="RUN")
@@ -57,6 +78,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> int:
+    if options.resume:
+        return _check_resume(options)
     from lowmem_ft.recipe.load import load_recipe
 
     loaded = load_recipe(options.recipe, options.overrides)
@@ -71,6 +94,35 @@ def _check(options: argparse.Namespace) -> int:
     _, encoder = inputs.make_tokenizer_and_encoder(loaded.recipe, found)
     render(inputs.load_data(loaded.recipe, encoder, display).audit, display.console)
     return 0
+
+
+def _check_resume(options: argparse.Namespace) -> int:
+    from lowmem_ft.errors import CheckpointError, Problem
+    from lowmem_ft.report.progress import Display
+    from lowmem_ft.report.quiet import quiet_libraries
+
+    quiet_libraries()
+    from lowmem_ft.training.prove import prove_resume
+
+    display = Display()
+    proof = prove_resume(options.recipe, options.overrides, display, max(2, options.steps))
+    if proof.differences:
+        raise CheckpointError([Problem("", line) for line in proof.differences])
+    display.line(
+        f"equal bit for bit: {proof.tensors} tensors, random generators, schedule and metrics of {proof.steps} steps, "
+        f"unbroken and resumed after step {proof.at}"
+    )
+    return 0
+
+
+def _resume(options: argparse.Namespace) -> int:
+    from lowmem_ft.recipe.runs import load_run
+    from lowmem_ft.train import start
+
+    load = partial(load_run, options.run_folder, options.overrides)
+    return start(
+        load, ["lowmem-ft", "resume", str(options.run_folder), *options.overrides], False, options.accept_changes
+    )
 
 
 def _generate(options: argparse.Namespace) -> int:

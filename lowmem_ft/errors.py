@@ -6,7 +6,10 @@ LowmemError                 exit 1
 ├── ModelError              exit 4   finding, loading, quantizing or adapting a model
 ├── BudgetError             exit 5   the run does not fit in the memory that there is
 ├── TrainingError           exit 6   numbers that went wrong during the run
-└── ExportError             exit 7   what was trained cannot be written in the form asked for
+├── ExportError             exit 7   what was trained cannot be written in the form asked for
+└── CheckpointError         exit 8   saved state cannot be written, read or continued
+
+Stopped                     exit 130 SIGINT, 143 SIGTERM, 9 train.max_seconds: nothing is wrong, and the run can go on
 """
 
 from __future__ import annotations
@@ -98,6 +101,26 @@ class ExportError(LowmemError):
     """The result cannot be written as asked, or is not what was trained."""
 
     exit_code = 7
+
+
+class CheckpointError(LowmemError):
+    """Saved state cannot be written or read, or does not belong to this run."""
+
+    exit_code = 8
+
+
+class Stopped(BaseException):
+    """A run leaves because it was told to. As with `KeyboardInterrupt`, no `except Exception` swallows it.
+
+    Args:
+        why: what told it to.
+        exit_code: of the process.
+        saved: what was saved, and how to go on; empty where nothing had to be.
+    """
+
+    def __init__(self, why: str, exit_code: int, saved: str = "") -> None:
+        self.why, self.exit_code, self.saved = why, exit_code, saved
+        super().__init__(f"stopped by {why}" + (f": {saved}" if saved else ""))
 
 
 def nearest(name: str, valid: Sequence[str]) -> str | None:

@@ -35,6 +35,20 @@ def test_errors_are_printed_without_a_trace_and_set_the_exit_code(
     assert "holds no finished run" in capsys.readouterr().err
 
 
+def test_overrides_and_options_may_come_in_any_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (
+        ["--accept-changes", "train.lr=1"],
+        ["train.lr=1", "--accept-changes"],
+        ["a=1", "--accept-changes", "b=2"],
+    ):
+        assert cli.main(["resume", str(tmp_path / "none"), *arguments]) == 2
+        assert "there is no such folder" in capsys.readouterr().err
+    for arguments in (["resume", "x", "--nothing"], ["schema", "train.lr=1"]):
+        with pytest.raises(SystemExit):
+            cli.main(arguments)
+        assert "unrecognized arguments" in capsys.readouterr().err
+
+
 def test_train_is_the_main_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", str(write_run(tmp_path / "work")), "--dry-run"]) == 0
     assert "dry run" in capsys.readouterr().out

@@ -3,9 +3,9 @@
 A path in a recipe is relative to the recipe file's folder (as the file was named; a link to the file is not followed),
 a path in an override is relative to the current folder. `~` and `~user` are home folders. Everything becomes absolute.
 
-`output` and `checkpoint.folder` need not exist. `data.template` is a built-in name or a file. `model.path` and the data
-paths are local where something of that name exists; what is clearly meant as a path and is not there is an error, so it
-is never looked up on a hub; the rest is left alone as an id.
+`output` and `checkpoint.folder` need not exist; `checkpoint.resume` is `auto` or a folder. `data.template` is a
+built-in name or a file. `model.path` and the data paths are local where something of that name exists; what is clearly
+meant as a path and is not there is an error, so it is never looked up on a hub; the rest is left alone as an id.
 """
 
 from __future__ import annotations
@@ -52,6 +52,13 @@ class Paths:
         for section, name in ((values, "output"), (values.get("checkpoint"), "folder")):
             if isinstance(section, dict) and isinstance(section.get(name), str):
                 section[name] = self._folder(section[name], "output" if name == "output" else "checkpoint.folder")
+        checkpoint = values.get("checkpoint")
+        if (
+            isinstance(checkpoint, dict)
+            and isinstance(checkpoint.get("resume"), str)
+            and checkpoint["resume"] != "auto"
+        ):
+            checkpoint["resume"] = self._checkpoint(checkpoint["resume"])
         model, data = values.get("model"), values.get("data")
         if isinstance(model, dict) and isinstance(model.get("path"), str):
             self._model(model)
@@ -66,6 +73,12 @@ class Paths:
         path = self._absolute(text, key)
         if os.path.isfile(path):
             self._add(key, f"{text} is a file ({path}), and a folder is needed", "Write the name of a folder")
+        return path
+
+    def _checkpoint(self, text: str) -> str:
+        path = self._absolute(text, "checkpoint.resume")
+        if not os.path.isdir(path):
+            self._not_there(text, path, "checkpoint.resume", "", "Name the folder of a checkpoint, or write auto")
         return path
 
     def _model(self, model: dict[str, Any]) -> None:

@@ -75,10 +75,17 @@ class CheckpointSection(Section):
     """Where checkpoints are kept; left out, `checkpoints` in the output folder. Relative to the recipe file."""
 
     every_steps: Annotated[Positive | None, Field(examples=[100])] = None
-    """A checkpoint each so many steps; left out, only the end result is saved."""
+    """A checkpoint each so many steps; left out, only on a signal, at `train.max_seconds`, and the end result."""
 
     keep: Positive = 2
-    """How many of the newest checkpoints stay."""
+    """How many of the newest checkpoints stay, the best one of `save_best` beside them."""
+
+    save_best: Annotated[Literal["loss"] | None, Field(examples=["loss"])] = None
+    """Also save a checkpoint, and keep it, whenever the held-out `loss` of `eval.every_steps` is the lowest so far."""
+
+    resume: Annotated[Text | None, Field(examples=["auto"])] = None
+    """Go on from a checkpoint: `auto` from the newest whole one in the output folder, and from the start where there is
+    none; or the folder of one. Left out: a new run, in a folder of its own."""
 
 
 class EvalSection(Section):
@@ -132,6 +139,16 @@ class Recipe(Section):
                 ("adapter.kind", "model.quantization"),
                 "dora needs the lengths of the base's weights, and peft cannot read int8 ones",
                 "Write kind: rslora, or quantization: nf4",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_looked_for(self) -> Recipe:
+        if self.checkpoint.save_best and not self.eval.every_steps:
+            raise SettingError(
+                ("checkpoint.save_best", "eval.every_steps"),
+                "the best checkpoint is known by evaluations on the way, and eval.every_steps is not given",
+                "Write eval: {every_steps: 100}, or remove save_best",
             )
         return self
 

@@ -50,6 +50,11 @@ class TrainSection(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients are scaled down to this norm, once a step; null turns it off."""
 
+    max_seconds: Annotated[Annotated[float, Field(gt=0)] | None, Field(examples=[3600])] = None
+    """Save and leave in time, so that the run ends within so many seconds of its start; exit code 9.
+
+    For job limits: with `checkpoint: {resume: auto}` the same command goes on in the next job."""
+
     @model_validator(mode="after")
     def _one_length(self) -> TrainSection:
         if self.epochs is not None and self.steps is not None:

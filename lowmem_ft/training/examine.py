@@ -46,10 +46,18 @@ class Examiner:
         if self.recipe.eval.generate and self.recipe.data.eval is not None:
             self._generate(step)
 
-    def loss(self, model: nn.Module, step: int) -> None:
-        """Loss over all held-out examples."""
+    def state(self) -> dict[str, Any]:
+        """What came of the evaluations so far."""
+        return {"losses": list(self.losses), "exact": list(self.exact), "last_step": self.last_step}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Back to a state."""
+        self.losses, self.exact, self.last_step = list(state["losses"]), list(state["exact"]), state["last_step"]
+
+    def loss(self, model: nn.Module, step: int) -> float | None:
+        """Loss over all held-out examples; None where there are none, or it is known."""
         if self.data.eval is None or step == self.last_step:
-            return
+            return None
         rows = held_out_rows(self.recipe, self.data.eval, self.prepared.packed)
         with self.reporter.working(f"held-out loss at step {step}") as work, self.accelerator.autocast():
             result = evaluate_loss(model, rows, self.accelerator.device)
@@ -58,6 +66,7 @@ class Examiner:
         self.last_step = step
         self.losses.append(result.loss)
         self.run.record(step=step, eval_loss=result.loss, eval_trained_tokens=result.trained_tokens)
+        return result.loss
 
     def _generate(self, step: int) -> None:
         settings = self.recipe.eval

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowmem_ft.data.batches import Row
-from lowmem_ft.errors import Problem, TrainingError
+
+MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class StepResult:
         micro_batches: forward passes of this process.
         seconds: wall time.
         skipped: fp16 loss scaling found an overflow, and nothing was applied.
+        refused: why nothing was applied for another reason, with the examples' file and line; None where it was.
     """
 
     step: int
@@ -43,6 +45,7 @@ class StepResult:
     micro_batches: int
     seconds: float
     skipped: bool
+    refused: str | None = None
 
 
 def train_step(
@@ -68,54 +71,72 @@ def train_step(
         step: counted from 1.
         max_grad_norm: gradients are scaled down to it; None measures only.
 
-    Raises:
-        TrainingError: loss or gradient is not finite; nothing was applied.
+    Returns:
+        What it did. Where loss or gradient is not finite, or no token of the step is trained, nothing was applied and
+        `refused` says why; the schedule stays where it is.
     """
     start, device = time.perf_counter(), accelerator.device
     counts = [[sum(r.weight_sum for r in rows), sum(r.trained_tokens for r in rows), sum(sum(r.lengths) for r in rows)]]
     totals = accelerator.reduce(torch.tensor(counts, dtype=torch.float64, device=device), "sum")[0]
     weight_sum, trained_tokens, tokens = float(totals[0]), int(totals[1]), int(totals[2])
+    lr = float(schedule.get_last_lr()[0])
     if weight_sum <= 0:
-        sources = ", ".join(rows[0].sources[:3])
-        raise TrainingError(Problem(f"step {step}", f"no token of its examples is trained ({sources}, ...)"))
+        nothing = f"no token of its examples is trained ({name_examples(rows)})"
+        seconds = time.perf_counter() - start
+        return StepResult(step, math.nan, math.nan, lr, tokens, 0, len(rows), seconds, False, nothing)
 
-    loss_sum = _add_gradients(accelerator, model, rows, weight_sum)
+    losses = _add_gradients(accelerator, model, rows, weight_sum)
+    loss_sum = sum(losses, torch.zeros((), device=device))
     loss_mean = float(accelerator.reduce(loss_sum, "sum")) / weight_sum
 
     trained = [p for p in model.parameters() if p.requires_grad]
     grad_norm = float(accelerator.clip_grad_norm_(trained, math.inf if max_grad_norm is None else max_grad_norm))
-    scaling = accelerator.scaler is not None
-    if not math.isfinite(loss_mean) or (not scaling and not math.isfinite(grad_norm)):
-        optimizer.zero_grad(set_to_none=True)
-        sources = ", ".join(source for row in rows for source in row.sources[:3])
-        what = f"loss is {loss_mean}, gradient norm {grad_norm}; nothing was applied. Its examples: {sources}"
-        raise TrainingError(Problem(f"step {step}", what, "Lower train.lr, or look at these examples"))
-    lr = float(schedule.get_last_lr()[0])
-    optimizer.step()
-    skipped = bool(getattr(optimizer, "step_was_skipped", False))
-    if not skipped:
-        schedule.step()
+    skipped, refused = False, _why_refused(loss_mean, grad_norm, accelerator.scaler is not None, rows, losses)
+    if refused is None:
+        optimizer.step()
+        skipped = bool(getattr(optimizer, "step_was_skipped", False))
+        if not skipped:
+            schedule.step()
+    elif accelerator.scaler is not None:
+        accelerator.scaler.update()  # the gradients were unscaled; the scaler asks for one of the two a step
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(
-        step, loss_mean, grad_norm, lr, tokens, trained_tokens, len(rows), time.perf_counter() - start, skipped
-    )
+    seconds = time.perf_counter() - start
+    return StepResult(step, loss_mean, grad_norm, lr, tokens, trained_tokens, len(rows), seconds, skipped, refused)
 
 
-def _add_gradients(accelerator: Accelerator, model: nn.Module, rows: Sequence[Row], weight_sum: float) -> Tensor:
-    """Forward and backward of all rows; gradients are those of the whole step. Returns the summed loss of `rows`."""
+def name_examples(rows: Sequence[Row]) -> str:
+    """File and line of the examples in `rows`, the first eight of them."""
+    sources = [source for row in rows for source in row.sources]
+    more = f", and {len(sources) - MOST_NAMED} more" if len(sources) > MOST_NAMED else ""
+    return ", ".join(sources[:MOST_NAMED]) + more
+
+
+def _why_refused(
+    loss: float, grad_norm: float, scaling: bool, rows: Sequence[Row], losses: Sequence[Tensor]
+) -> str | None:
+    """Why a step must not be applied. Under loss scaling a gradient that overflows is the scaler's to handle."""
+    if math.isfinite(loss) and (scaling or math.isfinite(grad_norm)):
+        return None
+    wrong = [row for row, own in zip(rows, losses, strict=True) if not math.isfinite(float(own))]
+    examples = name_examples(wrong or rows)
+    return f"loss is {loss}, gradient norm {grad_norm}; nothing was applied. Its examples: {examples}"
+
+
+def _add_gradients(accelerator: Accelerator, model: nn.Module, rows: Sequence[Row], weight_sum: float) -> list[Tensor]:
+    """Forward and backward of all rows; gradients are those of the whole step. Returns the loss of each row, a sum."""
     ours = isinstance(model, DistributedDataParallel)
     # other wrappers average gradients over processes, and this is a sum over them
     factor = (1 if ours else accelerator.num_processes) / weight_sum
-    loss_sum = torch.zeros((), device=accelerator.device)
+    losses = []
     for index, row in enumerate(rows):
         local = ours or (accelerator.num_processes > 1 and index < len(rows) - 1)
         with accelerator.no_sync(model) if local else nullcontext():
             loss = model(row.to(accelerator.device))
             accelerator.backward(loss * factor)
-        loss_sum += loss.detach()
+        losses.append(loss.detach().float())
     if ours:
         _sum_over_processes([p for p in model.parameters() if p.requires_grad], accelerator.device)
-    return loss_sum
+    return losses
 
 
 def _sum_over_processes(trained: Sequence[nn.Parameter], device: torch.device) -> None:

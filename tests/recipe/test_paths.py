@@ -152,6 +152,14 @@ def test_folder_that_is_a_file_is_refused(rest: str, words: str, refuse: Refuse)
     assert words in refuse(f"model: {{path: ./model}}\ndata: {{train: train.jsonl}}\n{rest}\n")[0]
 
 
+def test_a_checkpoint_is_auto_or_a_folder_that_is_there(folder: Path, load: Load, refuse: Refuse) -> None:
+    start = "model: {path: ./model}\ndata: {train: train.jsonl}\ncheckpoint: {resume: "
+    assert load(start + "auto}").recipe.checkpoint.resume == "auto"
+    assert load(start + "shards}").recipe.checkpoint.resume == str(folder / "shards")
+    (message,) = refuse(start + "runs/step-000100}")
+    assert message.endswith("Name the folder of a checkpoint, or write auto")
+
+
 def test_template_is_a_name_or_a_file(folder: Path, load: Load, refuse: Refuse) -> None:
     start = "model: {path: ./model}\ndata: {train: train.jsonl, template: "
     assert load(start + "llama-3}").recipe.data.template == "llama-3"

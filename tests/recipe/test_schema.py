@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from lowmem_ft.recipe.adapter_section import AdapterSection
 from lowmem_ft.recipe.allowed import sections, settings_of
 from lowmem_ft.recipe.data_section import DataSection
-from lowmem_ft.recipe.schema import EXCLUSIVE, EvalSection, ModelSection, PrepareSection, Recipe
+from lowmem_ft.recipe.schema import EXCLUSIVE, CheckpointSection, EvalSection, ModelSection, PrepareSection, Recipe
 from lowmem_ft.recipe.train_section import TrainSection
 from tests.recipe.causes import cause
 
@@ -25,6 +25,12 @@ def test_settings_that_clash_name_their_keys() -> None:
     with pytest.raises(ValidationError) as caught:
         Recipe(model=MODEL, data=DATA, name="../x")
     assert cause(caught.value).keys == ("name",)
+
+
+def test_the_best_checkpoint_needs_evaluations_on_the_way() -> None:
+    with pytest.raises(ValidationError) as caught:
+        Recipe(model=MODEL, data=DATA, checkpoint=CheckpointSection(save_best="loss"))
+    assert cause(caught.value).keys == ("checkpoint.save_best", "eval.every_steps")
 
 
 def test_exclusive_settings_exist() -> None:

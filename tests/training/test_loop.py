@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from lowmem_ft.data.batches import Row, make_row, micro_batches
 from lowmem_ft.data.formats import TokenizedExample
-from lowmem_ft.errors import TrainingError
 from lowmem_ft.memory.attention import apply_packed_attention
 from lowmem_ft.model.kbit import prepare_for_kbit_training
 from lowmem_ft.training.causal import CausalLoss
-from lowmem_ft.training.loop import StepResult, train_step
+from lowmem_ft.training.loop import StepResult, name_examples, train_step
 from lowmem_ft.training.optim import make_optimizer, make_schedule
 from tests.tiny import FAMILIES, VOCABULARY, add_lora, tiny_llama
 
@@ -188,24 +187,45 @@ class _Scripted(nn.Module):
         return (self.weight * self.value).sum()
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_never_applied(value: float) -> None:
-    accelerator = Accelerator(cpu=True)
+def _scripted(value: float) -> tuple[_Scripted, torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
     model = _Scripted(value)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    schedule = make_schedule(optimizer, "constant", 10, 0.0)
-    with pytest.raises(TrainingError, match=r"step 7: loss is .* nothing was applied. .*train.jsonl line 1"):
-        train_step(accelerator, model, optimizer, schedule, [make_row(_examples(2))], 7, 1.0)
+    return model, optimizer, make_schedule(optimizer, "constant", 10, 0.0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_never_applied_and_names_its_examples(value: float) -> None:
+    model, optimizer, schedule = _scripted(value)
+    result = train_step(Accelerator(cpu=True), model, optimizer, schedule, [make_row(_examples(2))], 7, 1.0)
+    assert result.refused is not None
+    assert "nothing was applied. Its examples: train.jsonl line 1, train.jsonl line 2" in result.refused
     assert model.weight.item() == 1.0
     assert model.weight.grad is None
     assert schedule.last_epoch == 0
 
 
-def test_a_step_without_a_trained_token_is_an_error_before_any_forward() -> None:
+def test_only_the_examples_of_the_row_that_is_not_finite_are_named() -> None:
+    model, optimizer, schedule = _scripted(1.0)
+    rows = [make_row([example]) for example in _examples(3)]
+    model.forward = lambda row: (model.weight * (math.nan if row.sources == rows[1].sources else 1.0)).sum()  # type: ignore[method-assign]
+    result = train_step(Accelerator(cpu=True), model, optimizer, schedule, rows, 7, 1.0)
+    assert result.refused is not None
+    assert result.refused.endswith("Its examples: train.jsonl line 2")
+
+
+def test_many_examples_are_named_up_to_eight_and_counted() -> None:
+    named = name_examples([make_row(_examples(11))])
+    assert named.endswith("train.jsonl line 8, and 3 more")
+
+
+def test_a_step_without_a_trained_token_is_left_out_before_any_forward() -> None:
     example = TokenizedExample([5, 6, 7], [0.0, 0.0, 0.0], "train.jsonl", 3)
-    optimizer: Any = None
-    with pytest.raises(TrainingError, match=r"step 2: no token .* \(train.jsonl line 3"):
-        train_step(Accelerator(cpu=True), _Scripted(1.0), optimizer, None, [make_row([example])], 2, 1.0)
+    model, optimizer, schedule = _scripted(1.0)
+    model.forward = None  # type: ignore[assignment]
+    result = train_step(Accelerator(cpu=True), model, optimizer, schedule, [make_row([example])], 2, 1.0)
+    assert result.refused == "no token of its examples is trained (train.jsonl line 3)"
+    assert (result.trained_tokens, schedule.last_epoch) == (0, 0)
+    assert math.isnan(result.loss)
 
 
 def test_rows_of_a_step_come_from_micro_batches() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,14 @@ import torch
 from peft import PeftModel
 
 from lowmem_ft.data.batches import StepOrder
-from lowmem_ft.errors import ExportError
+from lowmem_ft.errors import CheckpointError, ExportError
 from lowmem_ft.memory.measure import MemoryMeter, PhasePeak
 from lowmem_ft.model.generate import Answer
 from lowmem_ft.recipe.data_section import DataSection
 from lowmem_ft.recipe.schema import CheckpointSection, ModelSection, Recipe
+from lowmem_ft.training import run_folder
 from lowmem_ft.training.loop import StepResult
+from lowmem_ft.training.resume import Past
 from lowmem_ft.training.run_folder import RunFolder
 from tests.data.tiny_tokenizers import with_template
 from tests.tiny import add_lora, tiny_llama
@@ -84,12 +89,110 @@ def test_the_adapter_loads_in_peft_with_tokenizer_and_template(tmp_path: Path) -
     assert not [path for path in run.path.rglob("*") if path.suffix in (".bin", ".pt", ".pkl", ".pth")]
 
 
-def test_checkpoints_keep_the_newest_by_number(tmp_path: Path) -> None:
-    run = _create(tmp_path / "a", keep=2)
-    model, _ = add_lora(tiny_llama(), rank=2, alpha=4)
-    for step in (5, 90, 100, 1_000_000):
-        run.save_checkpoint(model, with_template("regex", "chatml"), None, step)
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-000100", "step-1000000"]
+def test_a_number_that_is_not_finite_is_null_in_the_metrics(tmp_path: Path) -> None:
+    run = _create(tmp_path / "a")
+    run.record(loss=math.nan, grad_norm=math.inf, step=1)
+    assert (run.path / "metrics.jsonl").read_text() == '{"loss": null, "grad_norm": null, "step": 1}\n'
+
+
+def _past(run: RunFolder, length: int) -> Past:
+    return Past(run.checkpoints / "step-000001", {"metrics_bytes": length})
+
+
+def test_lines_after_the_checkpoint_are_cut_off(tmp_path: Path) -> None:
+    first = _create(tmp_path / "a")
+    first.record(step=1)
+    length = first.metrics_bytes()
+    first.record(step=2)
+    first.release()
+    again = RunFolder.claim(_recipe(tmp_path / "a", resume="auto"))
+    assert again.goes_on
+    again.begin("name: x\n", "cpu", [], _past(again, length))
+    again.record(step=2, again=True)
+    assert (again.path / "metrics.jsonl").read_text().splitlines() == ['{"step": 1}', '{"step": 2, "again": true}']
+    again.release()
+    start = RunFolder.claim(_recipe(tmp_path / "a", resume="auto"))
+    start.begin("name: x\n", "cpu", [])
+    assert start.metrics_bytes() == 0
+
+
+def test_a_checkpoint_of_another_run_gives_its_lines_to_a_new_folder(tmp_path: Path) -> None:
+    first = _create(tmp_path / "a")
+    first.record(step=1)
+    length = first.metrics_bytes()
+    first.record(step=2)
+    (first.checkpoints / "step-000001").mkdir()
+    other = RunFolder.claim(_recipe(tmp_path / "b", resume=str(first.checkpoints / "step-000001")))
+    other.begin("name: x\n", "cpu", [], _past(first, length))
+    assert not other.goes_on
+    assert (other.path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert len((first.path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_two_at_once_do_not_share_a_folder(tmp_path: Path) -> None:
+    first = RunFolder.claim(_recipe(tmp_path / "a"))
+    second = RunFolder.claim(_recipe(tmp_path / "a"))
+    assert (first.path.name, second.path.name) == ("a", "a-2")
+    with pytest.raises(CheckpointError, match="in use by process"):
+        RunFolder.claim(_recipe(tmp_path / "a", resume="auto"))
+    for run in (first, second):
+        run.release()
+    assert list(tmp_path.iterdir()) == []  # nothing was written
+
+
+def test_a_new_run_never_gets_the_checkpoints_of_another(tmp_path: Path) -> None:
+    first = _create(tmp_path / "a", folder=str(tmp_path / "kept"))
+    second = RunFolder.claim(_recipe(tmp_path / "b", folder=str(tmp_path / "kept")))
+    assert second.checkpoints.name == "kept-2"
+    (first.checkpoints / "step-000001").mkdir()
+    for run in (first, second):
+        run.release()
+    third = RunFolder.claim(_recipe(tmp_path / "c", folder=str(tmp_path / "kept")))
+    assert third.checkpoints.name == "kept-2"
+    third.release()
+    again = RunFolder.claim(_recipe(tmp_path / "a", folder=str(tmp_path / "kept"), resume="auto"))
+    assert again.checkpoints.name == "kept"
+    again.release()
+
+
+def test_a_line_that_finds_no_room_waits_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _create(tmp_path / "a")
+    run.record(step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder, "_append_whole", _no_room)
+        run.record(step=2)
+        with pytest.raises(ExportError, match=r"metrics.jsonl, memory.jsonl could not be written"):
+            run.record_memory([])
+    run.record(step=3)
+    lines = (run.path / "metrics.jsonl").read_text().splitlines()
+    assert lines == ['{"step": 1}', '{"step": 2}', '{"step": 3}']
+
+
+def _no_room(path: Path, text: str) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_folder_deleted_under_the_run_is_made_again(tmp_path: Path) -> None:
+    run = _create(tmp_path / "a")
+    run.record(step=1)
+    shutil.rmtree(run.path)
+    run.record(step=2)
+    assert (run.path / "metrics.jsonl").read_text() == '{"step": 2}\n'
+    assert (run.path / "recipe.yaml").read_text() == "name: x\n"
+    run.release()
+    assert not (run.path / "run.lock").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_an_error_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept").chmod(0o500)
+    with pytest.raises(ExportError, match="kept: cannot be written: Permission denied"):
+        _create(tmp_path / "a", folder=str(tmp_path / "kept"))
+    tmp_path.chmod(0o500)
+    with pytest.raises(ExportError, match="cannot be written: Permission denied"):
+        _create(tmp_path / "b")
+    tmp_path.chmod(0o700)
 
 
 def test_a_failed_save_leaves_the_former_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +209,7 @@ def test_a_failed_save_leaves_the_former_adapter(tmp_path: Path, monkeypatch: py
     with pytest.raises(ExportError, match="No space left on device"):
         run.save_adapter(model, tokenizer, None)
     assert (run.adapter / "adapter_model.safetensors").read_bytes() == before
+    run.release()
     assert sorted(path.name for path in run.path.iterdir()) == ["adapter", "environment.json", "recipe.yaml"]
 
 
