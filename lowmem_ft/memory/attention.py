@@ -26,6 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lowmem_ft.errors import ModelError, Problem
+from lowmem_ft.memory.products import HALVES, product_dtype, widen
 
 NAME = "lowmem_packed"
 
@@ -196,10 +197,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     if query.device.type == "cpu" and short and mask is None and dropout == 0.0:
         length = query.shape[1]
         # later positions are never attended, so filling up changes nothing before them
-        filler = (0, 0, 0, 0 if query.dtype == torch.float32 else -length % PLAIN_MULTIPLE)
+        narrow = product_dtype(query.dtype, query.device) in HALVES
+        filler = (0, 0, 0, -length % PLAIN_MULTIPLE if narrow else 0)
         query, key, value = (nn.functional.pad(tensor, filler) for tensor in (query, key, value))
         return _plain_attention(query, key, value, scale)[:, :length].transpose(0, 1)
-    groups = query.shape[0] // key.shape[0]
+    groups, dtype = query.shape[0] // key.shape[0], query.dtype
+    query, key, value = widen(query), widen(key), widen(value)
     out = nn.functional.scaled_dot_product_attention(
         query.unsqueeze(0),
         key.repeat_interleave(groups, dim=0).unsqueeze(0),
@@ -209,7 +212,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
         is_causal=mask is None,
         scale=scale,
     )
-    return out[0].transpose(0, 1)
+    return out[0].transpose(0, 1).to(dtype)
 
 
 class _PlainAttention(torch.autograd.Function):
@@ -220,27 +223,32 @@ class _PlainAttention(torch.autograd.Function):
         heads, length, width = query.shape
         key_heads = key.shape[0]
         grouped = query.reshape(key_heads, -1, width)  # (key heads, groups * L, D)
-        scores = torch.bmm(grouped, key.transpose(1, 2)).float().mul_(scale)
-        future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu_(1)
-        scores = scores.view(key_heads, -1, length, length).masked_fill_(future, -math.inf)
-        weights = scores.softmax(-1).to(query.dtype).view(key_heads, -1, length)
+        wide = widen(grouped)
+        exact = wide.dtype.itemsize > 2  # the factor goes to the smaller operand where that has the digits for it
+        future = wide.new_full((length, length), -math.inf).triu_(1).repeat(heads // key_heads, 1)
+        scores = torch.baddbmm(future, wide * scale if exact else wide, widen(key).transpose(1, 2))
+        # nothing is changed in place that a product gave: selective recompute may keep it
+        weights = (scores if exact else scores.float().mul_(scale)).softmax(-1).to(query.dtype)
         ctx.save_for_backward(grouped, key, value, weights)
         ctx.scale = scale
-        return torch.bmm(weights, value).view(heads, length, width)
+        return torch.bmm(widen(weights), widen(value)).to(query.dtype).view(heads, length, width)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         grouped, key, value, weights = ctx.saved_tensors
         (grad,) = grad_outputs
-        grad_grouped = grad.reshape(grouped.shape)
-        grad_value = torch.bmm(weights.transpose(1, 2), grad_grouped)
-        grad_weights = torch.bmm(grad_grouped, value.transpose(1, 2)).float()
+        dtype = grouped.dtype
+        wide = product_dtype(dtype, grouped.device)
+        grad_grouped = grad.reshape(grouped.shape).to(wide)
+        weights = weights.to(wide)
+        grad_value = torch.bmm(weights.transpose(1, 2), grad_grouped).to(dtype)
+        grad_weights = torch.bmm(grad_grouped, value.to(wide).transpose(1, 2)).float()
         weights = weights.float()
         # d softmax: w * (g - sum(w * g))
         inner = (grad_weights * weights).sum(-1, keepdim=True)
-        grad_scores = grad_weights.sub_(inner).mul_(weights).mul_(ctx.scale).to(grouped.dtype)
-        grad_query = torch.bmm(grad_scores, key).view(grad.shape)
-        grad_key = torch.bmm(grad_scores.transpose(1, 2), grouped)
+        grad_scores = grad_weights.sub_(inner).mul_(weights).mul_(ctx.scale).to(wide)
+        grad_query = torch.bmm(grad_scores, key.to(wide)).view(grad.shape).to(dtype)
+        grad_key = torch.bmm(grad_scores.transpose(1, 2), grouped.to(wide)).to(dtype)
         return grad_query, grad_key, grad_value, None
 
 

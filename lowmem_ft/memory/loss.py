@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_ft.errors import ModelError, Problem
+from lowmem_ft.memory import products
 
 IGNORED = -100
 AUTO_LOGIT_BYTES = 32 * 2**20
@@ -91,14 +92,22 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if wants[0] else None
         grad_parameters = [torch.zeros_like(p, dtype=torch.float32) for p in parameters] if any(wants) else []
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        frozen = _frozen_weight(head, hidden)
         for start in range(0, hidden.shape[0], chunk_tokens):
             part = slice(start, start + chunk_tokens)
+            chunk_factors = None if factors is None else factors[part]
+            if frozen is not None:
+                raw = _frozen_logits(hidden[part], frozen)
+                loss, grad_raw = _loss_and_gradient(raw, targets[part], chunk_factors, softcap, wants[0], ours=True)
+                total += loss
+                del raw
+                if grad_hidden is not None and grad_raw is not None:
+                    grad_hidden[part] = products.times(grad_raw, frozen.weight, products.compute_dtype(hidden))
+                continue
             chunk = hidden[part].detach().requires_grad_(wants[0])
             with torch.set_grad_enabled(any(wants)):
                 raw = _apply_head(head, chunk)
-            loss, grad_raw = _loss_and_gradient(
-                raw.detach(), targets[part], None if factors is None else factors[part], softcap, any(wants)
-            )
+            loss, grad_raw = _loss_and_gradient(raw.detach(), targets[part], chunk_factors, softcap, any(wants))
             total += loss
             if grad_raw is None:
                 continue
@@ -124,6 +133,28 @@ class _ChunkedLoss(torch.autograd.Function):
         return grad_hidden, None, None, None, None, None, *grads
 
 
+def _frozen_weight(head: Callable[[Tensor], Tensor], hidden: Tensor) -> nn.Linear | None:
+    """The head itself where it is a plain frozen linear layer, whose products are made here without a graph.
+
+    Not where something stands around its forward, or where its type is not the one that the product would be in.
+    """
+    if type(head) is not nn.Linear or "forward" in head.__dict__ or head._forward_hooks or head._forward_pre_hooks:
+        return None
+    if any(parameter.requires_grad for parameter in head.parameters()):
+        return None
+    autocast = torch.is_autocast_enabled(hidden.device.type)
+    return head if autocast or hidden.dtype == head.weight.dtype else None
+
+
+def _frozen_logits(chunk: Tensor, head: nn.Linear) -> Tensor:
+    """Logits of a chunk, (T, V), outside the graph. Rows are filled up as in `_apply_head`, for the same reason."""
+    dtype, rows = products.compute_dtype(chunk), chunk.shape[0]
+    narrow = products.product_dtype(dtype, chunk.device) in products.HALVES
+    filler = -rows % CPU_MULTIPLE if chunk.device.type == "cpu" and narrow else 0
+    raw = products.times_transposed(nn.functional.pad(chunk.to(dtype), (0, 0, 0, filler)), head.weight)[:rows]
+    return raw if head.bias is None else raw.add_(head.bias)
+
+
 def _apply_head(head: Callable[[Tensor], Tensor], chunk: Tensor) -> Tensor:
     """Logits of a chunk. On CPU in 16 bits its rows are filled up to a multiple of 32, and the filler's logits dropped.
 
@@ -136,9 +167,17 @@ def _apply_head(head: Callable[[Tensor], Tensor], chunk: Tensor) -> Tensor:
 
 
 def _loss_and_gradient(
-    raw: Tensor, targets: Tensor, factors: Tensor | None, softcap: float | None, wants_gradient: bool
+    raw: Tensor,
+    targets: Tensor,
+    factors: Tensor | None,
+    softcap: float | None,
+    wants_gradient: bool,
+    ours: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Summed loss of one chunk and its gradient with respect to `raw`, in the type of `raw`; raw is (T, V)."""
+    """Summed loss of one chunk and its gradient with respect to `raw`, in the type of `raw`; raw is (T, V).
+
+    `ours`: nobody else reads `raw`, so the gradient may take its place.
+    """
     vocabulary = raw.shape[-1]
     if targets.numel() and (int(targets.max()) >= vocabulary or int(targets.min()) < 0):
         what = f"a label is {int(targets.max())}, the head knows {vocabulary} tokens"
@@ -149,7 +188,7 @@ def _loss_and_gradient(
         squashed = torch.tanh(logits / softcap)
         slope = 1 - squashed * squashed
         logits = squashed.mul_(softcap)
-    elif logits is raw:
+    elif logits is raw and not ours:
         logits = raw.clone()  # fp32 head: the in-place steps below must not reach into the graph
     normalizer = torch.logsumexp(logits, dim=-1, keepdim=True)
     losses = (normalizer - logits.gather(-1, targets[:, None])).squeeze(-1)

@@ -18,6 +18,7 @@ from lowmem_ft.data.dataset import Split
 from lowmem_ft.errors import Problem, RecipeError
 from lowmem_ft.memory import attention
 from lowmem_ft.memory.measure import MemoryMeter
+from lowmem_ft.memory.products import HALVES, product_dtype
 from lowmem_ft.model.adapters import AdapterReport, AdapterSettings, add_adapters
 from lowmem_ft.model.facts import make_empty_model, predict_bytes
 from lowmem_ft.model.find import FoundModel, fetch_weights
@@ -186,6 +187,8 @@ def row_multiple(recipe: Recipe, device: torch.device) -> int:
     """Rows are filled up to a multiple of so many tokens, where the device profits from few shapes."""
     if device.type != "cpu" or recipe.train.precision == "fp32":
         return 1
+    if product_dtype(torch.bfloat16, device) not in HALVES:
+        return 1  # products are widened to fp32, for which nothing is kept a shape
     return max(1, micro_batch_tokens(recipe) // CPU_ROW_LENGTHS)
 
 

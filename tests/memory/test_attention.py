@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_ft.errors import ModelError
-from lowmem_ft.memory import attention
+from lowmem_ft.memory import attention, products
 from lowmem_ft.memory.attention import apply_packed_attention, packed_attention, packed_examples, why_not_packed
 from tests.tiny import FAMILIES, VOCABULARY, tiny_gemma3, tiny_llama
 
@@ -161,6 +161,7 @@ def test_short_types_are_filled_up_to_few_shapes_and_fp32_is_not(monkeypatch: py
         return torch.zeros_like(query)
 
     monkeypatch.setattr(attention, "_plain_attention", watched)
+    monkeypatch.setattr(products, "cpu_multiplies_in_16_bits", lambda: True)
     for dtype in (torch.bfloat16, torch.float32):
         for length in (1, 31, 33, 64):
             query = torch.randn(4, length, 16, dtype=dtype)
@@ -169,9 +170,33 @@ def test_short_types_are_filled_up_to_few_shapes_and_fp32_is_not(monkeypatch: py
     assert [length for dtype, length in seen if dtype == torch.float32] == [1, 31, 33, 64]
 
 
-def test_filling_up_changes_no_result() -> None:
+def test_filling_up_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "cpu_multiplies_in_16_bits", lambda: True)
     torch.manual_seed(0)
     query = torch.randn(4, 19, 16, dtype=torch.bfloat16)
     filled = attention._attend(query, query, query, None, 0.25, 0.0)
     plain = attention._plain_attention(query, query, query, 0.25).transpose(0, 1)
     assert torch.equal(filled, plain)
+
+
+@pytest.mark.parametrize("most", [0, 1000], ids=["fused", "plain"])
+def test_widened_products_give_the_result_and_gradients_of_16_bit_ones(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "PLAIN_MOST_TOKENS", most)
+    torch.manual_seed(3)
+    values = [torch.randn(heads, 33, 16).bfloat16() for heads in (6, 2, 2)]
+    target = torch.randn(33, 6, 16)
+    results = []
+    for dtype, able in ((torch.float64, True), (torch.bfloat16, True), (torch.bfloat16, False)):
+        monkeypatch.setattr(products, "cpu_multiplies_in_16_bits", lambda able=able: able)
+        inputs = [t.to(dtype, copy=True).requires_grad_() for t in values]
+        out = attention._attend(*inputs, None, 0.25, 0.0)
+        (out.double() * target).sum().backward()
+        results.append([out.detach(), *(t.grad for t in inputs if t.grad is not None)])
+    exact, narrow, wide = results
+    for reference, theirs, ours in zip(exact, narrow, wide, strict=True):
+        assert ours.dtype == torch.bfloat16
+        # what is kept is rounded to bf16 in both; fewer roundings on the way can only help
+        assert (ours.double() - reference).norm() <= 1.1 * (theirs.double() - reference).norm()
+        torch.testing.assert_close(ours.double(), reference, atol=0.05, rtol=0.05)

@@ -8,8 +8,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_ft.errors import ModelError
+from lowmem_ft.memory import products
 from lowmem_ft.memory.loss import auto_chunk_tokens, chunked_loss
 from tests.tiny import tiny_llama
 
@@ -161,7 +163,8 @@ def test_evaluation_computes_no_gradient() -> None:
     assert not loss.requires_grad
 
 
-def test_bf16_autocast_keeps_sums_in_fp32() -> None:
+def test_bf16_autocast_keeps_sums_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "cpu_multiplies_in_16_bits", lambda: True)
     hidden, labels = _inputs()
     head = HEADS["frozen"]()
     with torch.autocast("cpu", torch.bfloat16):
@@ -185,3 +188,56 @@ def test_auto_chunks_keep_logits_under_32_mib() -> None:
     assert auto_chunk_tokens(49152) == 170
     assert auto_chunk_tokens(49152) * 49152 * 4 <= 32 * 2**20
     assert auto_chunk_tokens(10**7) == 16
+
+
+@pytest.mark.parametrize("able", [True, False], ids=["16-bit products", "widened products"])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_head_under_autocast_gives_the_loss_and_gradient_of_its_rounded_weight(
+    weight_dtype: torch.dtype, able: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "cpu_multiplies_in_16_bits", lambda: able)
+    torch.manual_seed(1)
+    head = nn.Linear(HIDDEN, VOCABULARY, bias=True).requires_grad_(False).to(weight_dtype)
+    rounded = nn.Linear(HIDDEN, VOCABULARY, bias=True).requires_grad_(False)
+    rounded.load_state_dict({name: value.bfloat16().float() for name, value in head.state_dict().items()})
+    hidden, labels = _inputs()
+    ours, plain = (hidden.bfloat16().float().requires_grad_() for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = chunked_loss(ours, head, labels, chunk_tokens=3)
+    loss.backward()
+    reference = _plain(plain, rounded, labels)
+    reference.backward()
+    assert ours.grad is not None
+    assert plain.grad is not None
+    # 16-bit logits are rounded once, and so is their gradient: 2**-9 of numbers below 4, over sums of 16 and 50 terms
+    tolerance = 0.03 if able else 2e-4
+    if weight_dtype == torch.float32 and not able:
+        tolerance = 0.03  # the bias is not rounded
+    torch.testing.assert_close(loss, reference, atol=tolerance * 10, rtol=tolerance)
+    torch.testing.assert_close(ours.grad, plain.grad, atol=tolerance, rtol=tolerance)
+
+
+def test_a_frozen_head_is_multiplied_without_a_copy_of_its_logits() -> None:
+    head = nn.Linear(HIDDEN, 5_000, bias=False).requires_grad_(False)
+    hidden = torch.randn(1, 64, HIDDEN, requires_grad=True)
+    labels = torch.randint(0, 5_000, (1, 64))
+    sizes: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and not func._schema.is_mutable and out.numel() == 64 * 5_000:
+                sizes.append(out.untyped_storage().data_ptr())
+            return out
+
+    with Watch():
+        chunked_loss(hidden, head, labels, chunk_tokens=64)
+    assert len(set(sizes)) == 1  # the gradient takes the logits' place
+
+
+def test_what_stands_around_a_frozen_head_is_not_passed_by() -> None:
+    head = nn.Linear(HIDDEN, VOCABULARY, bias=False).requires_grad_(False)
+    hidden, labels = _inputs()
+    before = chunked_loss(hidden, head, labels)
+    head.register_forward_hook(lambda module, args, output: output * 2)
+    assert not torch.allclose(chunked_loss(hidden, head, labels), before)

@@ -12,6 +12,7 @@ import torch
 from lowmem_ft.data.batches import StepOrder
 from lowmem_ft.data.dataset import Split, load_split
 from lowmem_ft.data.template import make_encoder
+from lowmem_ft.memory import products
 from lowmem_ft.recipe.load import load_recipe
 from lowmem_ft.recipe.schema import Recipe
 from lowmem_ft.training import setup
@@ -68,7 +69,9 @@ def test_held_out_rows_hold_every_example_once(recipe: Recipe, tmp_path: Path) -
     assert all(sum(row.lengths) <= 128 or len(row.lengths) == 1 for row in rows)
 
 
-def test_a_step_is_described_by_the_rows_it_has(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_step_is_described_by_the_rows_it_has(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     split = _split(recipe, tmp_path)
     order = setup.make_order(recipe, split)
     counts = [len(setup.rows_of_step(recipe, split, order, step, _process(0, 1), True)) for step in (1, 2, 3)]
@@ -76,7 +79,9 @@ def test_a_step_is_described_by_the_rows_it_has(recipe: Recipe, tmp_path: Path) 
     batch = setup.describe_batch(recipe, split, order, prepared, torch.device("cuda"))
     assert batch.micro_batches == pytest.approx(sum(counts) / 3)
     assert (batch.steps, batch.epochs, batch.micro_batch_tokens, batch.row_multiple) == (3, 1.0, 128, 1)
-    assert setup.describe_batch(recipe, split, order, prepared, torch.device("cpu")).row_multiple == 128 // 16
+    for able, multiple in ((True, 128 // 16), (False, 1)):
+        monkeypatch.setattr(products, "cpu_multiplies_in_16_bits", lambda able=able: able)
+        assert setup.describe_batch(recipe, split, order, prepared, torch.device("cpu")).row_multiple == multiple
 
 
 def test_auto_micro_batches_hold_max_tokens(tmp_path: Path) -> None:
