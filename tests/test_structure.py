@@ -35,9 +35,9 @@ ROW = {part: row for row, parts in enumerate(TABLE) for part in parts}
 # The mechanisms of memory/ are each usable alone on any model. These four are not mechanisms and may use the others.
 MEMORY_ABOVE_MECHANISMS = {"measure", "estimate", "plan", "recover"}
 
-# What most mechanisms ask: where the blocks of a model are, so that each can be applied to any model by one call; and
-# in which type the processor multiplies.
-MEMORY_BELOW_MECHANISMS = {"blocks", "products"}
+# What most mechanisms ask: where the blocks of a model are, so that each can be applied to any model by one call; in
+# which type the processor multiplies; and what a linear layer consists of.
+MEMORY_BELOW_MECHANISMS = {"blocks", "products", "linears"}
 
 # `plan` and `check` must start fast, and a recipe error must end the program before torch is imported.
 STARTS_FAST = ["__init__", "cli", "train", "errors", "units", "recipe"]

@@ -26,7 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lowmem_ft.errors import ModelError, Problem
-from lowmem_ft.memory.products import HALVES, product_dtype, widen
+from lowmem_ft.memory.products import HALVES, in_given_types, product_dtype, widen
 
 NAME = "lowmem_packed"
 
@@ -201,8 +201,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
         filler = (0, 0, 0, -length % PLAIN_MULTIPLE if narrow else 0)
         query, key, value = (nn.functional.pad(tensor, filler) for tensor in (query, key, value))
         return _plain_attention(query, key, value, scale)[:, :length].transpose(0, 1)
-    groups, dtype = query.shape[0] // key.shape[0], query.dtype
-    query, key, value = widen(query), widen(key), widen(value)
+    return _fused_attention(widen(query), widen(key), widen(value), mask, scale, dropout).to(query.dtype)
+
+
+@in_given_types
+def _fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float
+) -> Tensor:
+    """Attention of one example by torch's kernel, in the type of the operands."""
+    groups = query.shape[0] // key.shape[0]
     out = nn.functional.scaled_dot_product_attention(
         query.unsqueeze(0),
         key.repeat_interleave(groups, dim=0).unsqueeze(0),
@@ -212,13 +219,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
         is_causal=mask is None,
         scale=scale,
     )
-    return out[0].transpose(0, 1).to(dtype)
+    return out[0].transpose(0, 1)
 
 
 class _PlainAttention(torch.autograd.Function):
     """Causal attention by plain products, the query heads of one key head in one matrix; softmax in fp32."""
 
     @staticmethod
+    @in_given_types
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         heads, length, width = query.shape
         key_heads = key.shape[0]
@@ -234,6 +242,7 @@ class _PlainAttention(torch.autograd.Function):
         return torch.bmm(widen(weights), widen(value)).to(query.dtype).view(heads, length, width)
 
     @staticmethod
+    @in_given_types
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         grouped, key, value, weights = ctx.saved_tensors
         (grad,) = grad_outputs

@@ -8,7 +8,9 @@ equal up to summation order.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,12 +46,29 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.to(product_dtype(tensor.dtype, tensor.device))
 
 
+def in_given_types(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function multiply in the types of its operands, as autocast would not. Its device is that of the first
+    tensor it is given.
+    """
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        device = next(value for value in args if isinstance(value, Tensor)).device.type
+        if not torch.is_autocast_enabled(device):
+            return function(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return run
+
+
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """The type of autocast where it is on for the tensor's device, else the tensor's own."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
+@in_given_types
 def times_transposed(rows: Tensor, weight: Tensor) -> Tensor:
     """`rows @ weight.T` for a frozen weight, with operands in the type of `rows`.
 
@@ -71,6 +90,7 @@ def times_transposed(rows: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+@in_given_types
 def times(rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """`rows @ weight` for a frozen weight, with operands in `dtype`.
 

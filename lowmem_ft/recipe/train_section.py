@@ -74,3 +74,8 @@ class MemorySection(Section):
 
     loss_chunk_tokens: Positive | Auto = "auto"
     """Trained tokens whose logits are held at once. `auto`: as many as keep the logits under 32 MiB."""
+
+    lean: bool = True
+    """Layers with LoRA keep their input once, in the type of the computation, and run as one operation each.
+
+    Changes memory and speed only, up to summation order and fewer roundings in 16 bits. False: peft's own layers."""

@@ -17,6 +17,7 @@ from lowmem_ft.data.batches import Batch, Row, StepOrder, count_steps, make_row,
 from lowmem_ft.data.dataset import Split
 from lowmem_ft.errors import Problem, RecipeError
 from lowmem_ft.memory import attention
+from lowmem_ft.memory.lora import apply_lean_lora
 from lowmem_ft.memory.measure import MemoryMeter
 from lowmem_ft.memory.products import HALVES, product_dtype
 from lowmem_ft.model.adapters import AdapterReport, AdapterSettings, add_adapters
@@ -123,6 +124,8 @@ def load_prepared(recipe: Recipe, found: FoundModel, device: torch.device, repor
     if not_packed is None:
         attention.apply_packed_attention(model)
     adapted, adapters = _adapt(recipe, model)
+    if recipe.memory.lean:
+        apply_lean_lora(adapted)
     return PreparedModel(adapted, by_part, preparation, adapters, not_packed)
 
 

@@ -86,3 +86,14 @@ def test_a_weight_that_was_changed_is_looked_at_again(monkeypatch: pytest.Monkey
     rounded = weight.bfloat16().float()
     assert not torch.equal(rounded, weight)
     torch.testing.assert_close(times_transposed(rows, weight), rows.float() @ rounded.t(), atol=1e-6, rtol=1e-6)
+
+
+def test_autocast_does_not_narrow_what_was_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "cpu_multiplies_in_16_bits", lambda: False)
+    rows, weight, grad = _operands(torch.float32, exact=True)
+    expected = times_transposed(rows, weight), times(grad, weight, torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = times_transposed(rows, weight), times(grad, weight, torch.bfloat16)
+        assert torch.is_autocast_enabled("cpu")
+        assert (rows @ rows.t()).dtype == torch.bfloat16
+    assert all(torch.equal(one, other) and one.dtype == torch.float32 for one, other in zip(got, expected, strict=True))
