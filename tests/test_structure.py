@@ -36,8 +36,8 @@ ROW = {part: row for row, parts in enumerate(TABLE) for part in parts}
 MEMORY_ABOVE_MECHANISMS = {"measure", "estimate", "plan", "recover"}
 
 # What most mechanisms ask: where the blocks of a model are, so that each can be applied to any model by one call; in
-# which type the processor multiplies; and what a linear layer consists of.
-MEMORY_BELOW_MECHANISMS = {"blocks", "products", "linears"}
+# which type the processor multiplies; and what a linear layer consists of. The last three are parts of recompute.
+MEMORY_BELOW_MECHANISMS = {"blocks", "products", "linears", "replay", "segments", "selective"}
 
 # `plan` and `check` must start fast, and a recipe error must end the program before torch is imported.
 STARTS_FAST = ["__init__", "cli", "train", "errors", "units", "recipe"]

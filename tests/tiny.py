@@ -17,6 +17,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -47,28 +49,34 @@ def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**_SMALL, "tie_word_embeddings": True, **changes})).eval()
 
 
-def tiny_gemma3(seed: int = 0, window: int = 8) -> Gemma3ForCausalLM:
-    """A sliding and a full layer, so that examples longer than the window need a mask."""
+def tiny_gemma3(seed: int = 0, window: int = 8, **changes: Any) -> Gemma3ForCausalLM:
+    """Sliding and full layers in turn, so that examples longer than the window need a mask."""
     torch.manual_seed(seed)
-    layers = ["sliding_attention", "full_attention"]
-    config = Gemma3TextConfig(**_SMALL, sliding_window=window, layer_types=layers, query_pre_attn_scalar=16)
-    return Gemma3ForCausalLM(config).eval()
+    settings = {**_SMALL, "sliding_window": window, "query_pre_attn_scalar": 16, **changes}
+    layers = [["sliding_attention", "full_attention"][i % 2] for i in range(settings["num_hidden_layers"])]
+    return Gemma3ForCausalLM(Gemma3TextConfig(**settings, layer_types=layers)).eval()
 
 
-def tiny_qwen3(seed: int = 0) -> Qwen3ForCausalLM:
+def tiny_qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     """Norms on queries and keys, untied head."""
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(Qwen3Config(**_SMALL, tie_word_embeddings=False)).eval()
+    return Qwen3ForCausalLM(Qwen3Config(**{**_SMALL, "tie_word_embeddings": False, **changes})).eval()
 
 
-def tiny_gpt2(seed: int = 0) -> GPT2LMHeadModel:
+def tiny_gpt2(seed: int = 0, **changes: Any) -> GPT2LMHeadModel:
     """Learned positions, Conv1D layers, no dropout."""
     torch.manual_seed(seed)
     none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 4}
     ids = {"bos_token_id": 1, "eos_token_id": 2}
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCABULARY, n_positions=256, n_embd=64, n_layer=2, n_head=4, **none, **ids)
-    ).eval()
+    return GPT2LMHeadModel(GPT2Config(**{**sizes, **none, **ids, **changes})).eval()
+
+
+def tiny_moe(seed: int = 0, **changes: Any) -> Qwen3MoeForCausalLM:
+    """Four experts in 3-D parameters, two at a time; untied head."""
+    torch.manual_seed(seed)
+    experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**_SMALL, **experts, **changes})).eval()
 
 
 FAMILIES = {"llama": tiny_llama, "gemma3": tiny_gemma3, "qwen3": tiny_qwen3, "gpt2": tiny_gpt2}

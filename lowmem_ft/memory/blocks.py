@@ -1,7 +1,6 @@
-"""A model's blocks and input embeddings: found where the model names them, else by structure; and their recompute.
+"""A model's blocks and input embeddings: found where the model names them, else by structure.
 
-Recompute (gradient checkpointing) uses transformers' own switch where there is one. Any other block gets a stand-in for
-its `forward`, on the object: no class is changed.
+And a stand-in for the `forward` of one module, on the object: no class is changed.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from lowmem_ft.errors import ModelError, Problem, nearest
@@ -152,81 +149,6 @@ def part_of(model: nn.Module, getter: str) -> nn.Module | None:
     except Exception:  # a model's own code: NotImplementedError, AttributeError, KeyError have been seen
         return None
     return answer if isinstance(answer, nn.Module) else None
-
-
-def check_recompute(model: nn.Module, names: Names | None = None) -> None:
-    """Refuse what `apply_recompute` would refuse, before anything is changed.
-
-    Raises:
-        ModelError: there are no blocks, or a transformers model says that its own must not be recomputed.
-    """
-    if names is not None or not isinstance(model, PreTrainedModel):
-        find_blocks(model, names)
-    elif not model.supports_gradient_checkpointing:
-        stacks = ", ".join(f'blocks="{name}"' for name in list(find_stacks(model))[:MOST_NAMES])
-        what = "has no blocks that can recompute their activations: the class says so (supports_gradient_checkpointing)"
-        instead = 'Write recompute="none"' + (f", or name the blocks all the same: {stacks}" if stacks else "")
-        raise ModelError(Problem(type(model).__name__, what, instead))
-    elif not any(hasattr(module, "gradient_checkpointing") for module in model.modules()):
-        find_blocks(model)
-
-
-def apply_recompute(model: nn.Module, names: Names | None = None, use_reentrant: bool = False) -> None:
-    """Let every block keep only its input, and compute the rest again in backward.
-
-    Exactness: bit for bit; random numbers are drawn again from the same state.
-    Memory: one input a block, and the activations of one block at a time.
-
-    Args:
-        model: any module; a former choice is forgotten.
-        names: see `find_blocks`; None leaves the choice to transformers, or to structure.
-        use_reentrant: torch's older way, which needs an input that asks for gradients.
-
-    Raises:
-        ModelError: see `check_recompute`.
-    """
-    check_recompute(model, names)
-    remove_recompute(model)
-    if names is None and isinstance(model, PreTrainedModel) and _switch_on(model, use_reentrant):
-        return
-    call = partial(checkpoint, use_reentrant=use_reentrant)
-    for block in find_blocks(model, names):
-        if hasattr(block, "gradient_checkpointing"):
-            block._gradient_checkpointing_func = call  # type: ignore[assignment]
-            block.gradient_checkpointing = True  # type: ignore[assignment]
-        else:
-            apply_around(block, partial(_recompute, use_reentrant=use_reentrant))
-
-
-def remove_recompute(model: nn.Module) -> None:
-    """Let every block keep all its activations."""
-    for module in model.modules():
-        remove_around(module, _recompute)
-        if getattr(module, "gradient_checkpointing", False) is True:
-            module.gradient_checkpointing = False  # type: ignore[assignment]
-
-
-def _switch_on(model: PreTrainedModel, use_reentrant: bool) -> bool:
-    """Turn on what transformers has. False where it has nothing."""
-    try:
-        model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
-    except Exception:  # where the blocks are set, what failed is the getter of the embedding, which we find ourselves
-        return model.is_activation_checkpointing
-    return True
-
-
-def _recompute(
-    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], use_reentrant: bool
-) -> Any:
-    if not (module.training and torch.is_grad_enabled()):
-        return forward(*args, **kwargs)
-    names = list(kwargs)
-
-    def run(*values: Any) -> Any:
-        # all by position: reentrant recompute sees no gradient through names
-        return forward(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
-
-    return checkpoint(run, *args, *kwargs.values(), use_reentrant=use_reentrant)
 
 
 def _members(module: nn.Module) -> list[nn.Module]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,12 @@ from transformers import PreTrainedModel
 from lowmem_ft.errors import ModelError, Problem
 from lowmem_ft.memory.blocks import (
     Names,
-    apply_recompute,
     base_of,
-    check_recompute,
     find_embeddings,
     find_stacks,
     part_of,
-    remove_recompute,
 )
+from lowmem_ft.memory.recompute import Policy, Recomputed, apply_recompute, plan_recompute, remove_recompute
 from lowmem_ft.model.casts import Cast, CastGroup, apply_casts, apply_matching, plan_casts, remove_matching
 from lowmem_ft.model.packed import WeightBytes, count_weight_bytes, keep_trainable_layout, refuse_untrainable
 from lowmem_ft.model.targets import is_linear
@@ -35,7 +33,6 @@ from lowmem_ft.units import format_bytes, format_count
 
 logger = logging.getLogger(__name__)
 
-Recompute = Literal["block", "none"]
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -47,7 +44,7 @@ class PreparationReport:
         cast: what was asked for.
         groups: what was cast to fp32, by part and former type.
         frozen_parameters: base parameters that do not train, in weights; packed ones by their stored elements.
-        recompute: `block` or `none`.
+        recompute: which blocks recompute.
         input_gradients: whether the embedding's output asks for gradients.
         kept: what is not quantized and was left as it is, by part and type.
         weights: how many bytes of the base are quantized, before the casts; None in a prediction.
@@ -56,7 +53,7 @@ class PreparationReport:
     cast: Cast
     groups: tuple[CastGroup, ...]
     frozen_parameters: int
-    recompute: Recompute
+    recompute: Recomputed
     input_gradients: bool
     kept: tuple[CastGroup, ...] = ()
     weights: WeightBytes | None = None
@@ -77,9 +74,8 @@ class PreparationReport:
             size = format_bytes(group.bytes_before)
             lines.append(f"kept {group.part}: {format_count(group.parameters)} weights, {_name(group.before)}, {size}")
         cost = format_bytes(self.added_bytes)
-        checkpointing = "gradient checkpointing on every block" if self.recompute == "block" else "no recompute"
         gradients = "on" if self.input_gradients else "off"
-        lines.append(f"casts add {cost}; base frozen; {checkpointing}; input gradients {gradients}")
+        lines.append(f"casts add {cost}; base frozen; {self.recompute.line()}; input gradients {gradients}")
         if self.cast == "all":
             lines.extend(self._ways_to_save())
         return lines
@@ -103,7 +99,7 @@ def prepare_for_kbit_training(
     model: Model,
     *,
     cast: Cast = "all",
-    recompute: Recompute = "block",
+    recompute: Policy = "block",
     input_gradients: bool = True,
     head: bool = True,
     embeddings: bool = True,
@@ -117,7 +113,7 @@ def prepare_for_kbit_training(
     1. Base parameters are frozen. Adapters and copies in `modules_to_save` that are there already keep training.
     2. 16-bit parameters go to fp32. Packed weights, scales, buffers and 3-D expert weights stay; tied stays tied.
     3. The output of the input embedding asks for gradients.
-    4. Every block keeps only its input and computes the rest again in backward. No cache is filled while training.
+    4. Blocks keep only their input and compute the rest again in backward. No cache is filled while training.
 
     Exactness: freezing and recompute change no result. Casts are exact; what follows is computed with more digits.
     Memory: `all` adds 2 bytes for each 16-bit weight that is not quantized, embeddings and head included; `norms`
@@ -126,7 +122,7 @@ def prepare_for_kbit_training(
     Args:
         model: any module.
         cast: `all`, `norms` (they compute in fp32 and answer in their input's type), or `none`.
-        recompute: `block`, or `none` to keep all activations.
+        recompute: which blocks do, `block` for all, `none` to keep all activations; see `memory.recompute`.
         input_gradients: needed with `use_reentrant`; otherwise it costs the first block's input gradient.
         head: cast the output head, under `all`.
         embeddings: cast the input embeddings, under `all`; a tied head goes with them.
@@ -143,18 +139,17 @@ def prepare_for_kbit_training(
     Source: the protocol is QLoRA's (Dettmers et al. 2023, arXiv:2305.14314), as in peft.
     """
     base = base_of(model)
-    _check(base, recompute, input_gradients, use_reentrant, blocks, embedding)
+    recomputed = _check(base, recompute, input_gradients, use_reentrant, blocks, embedding)
     adapters = _adapter_parameters(model)
     weights, frozen = count_weight_bytes(base, adapters), _freeze(base, adapters)
     plan = plan_casts(base, cast, adapters, head=head, embeddings=embeddings)
     _forget_former(base)
     apply_casts(plan)
     apply_matching(base, cast)
-    if recompute == "block":
-        apply_recompute(base, blocks, use_reentrant)
-        _switch_off(base, "disable_input_require_grads")  # turning recompute on has added a hook
+    if recomputed.chosen:
+        apply_recompute(base, recompute, blocks=blocks, use_reentrant=use_reentrant)
     _add_hooks(base, embedding if input_gradients else (), use_reentrant)
-    report = PreparationReport(cast, plan.cast, frozen, recompute, input_gradients, plan.kept, weights)
+    report = PreparationReport(cast, plan.cast, frozen, recomputed, input_gradients, plan.kept, weights)
     model.preparation_report = report  # type: ignore[assignment]  # nn.Module is typed for tensors only
     for line in report.lines():
         logger.info(line)
@@ -165,7 +160,7 @@ def predict_preparation(
     model: PreTrainedModel,
     cast: Cast,
     quantized: bool,
-    recompute: Recompute,
+    recompute: Policy,
     *,
     head: bool = True,
     embeddings: bool = True,
@@ -176,9 +171,12 @@ def predict_preparation(
         model: not quantized.
         cast: as in `prepare_for_kbit_training`, and so are `recompute`, `head` and `embeddings`.
         quantized: whether its linear layers, all but the head, will be packed and so not cast.
-        recompute: `block` or `none`.
+        recompute: as there.
         head: cast the output head.
         embeddings: cast the input embeddings.
+
+    Raises:
+        ModelError: its blocks cannot recompute so.
     """
     output = part_of(model, "get_output_embeddings")
     packed: set[int] = set()
@@ -186,7 +184,8 @@ def predict_preparation(
         if is_linear(module) and module is not output:
             packed.add(id(module.weight))
     plan = plan_casts(model, cast, packed, head=head, embeddings=embeddings)
-    return PreparationReport(cast, plan.cast, sum(p.numel() for p in model.parameters()), recompute, True, plan.kept)
+    count = sum(p.numel() for p in model.parameters())
+    return PreparationReport(cast, plan.cast, count, plan_recompute(model, recompute), True, plan.kept)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -195,25 +194,23 @@ def _name(dtype: torch.dtype) -> str:
 
 def _check(
     base: nn.Module,
-    recompute: Recompute,
+    recompute: Policy,
     input_gradients: bool,
     use_reentrant: bool,
     blocks: Names | None,
     embedding: Names | None,
-) -> None:
-    """All that can be refused, before anything is changed."""
+) -> Recomputed:
+    """All that can be refused, before anything is changed. Returns which blocks will recompute."""
     refuse_untrainable(base)
     kind = type(base).__name__
-    if recompute == "block" and use_reentrant and not input_gradients:
+    recomputed = plan_recompute(base, recompute, blocks=blocks)
+    if recomputed.chosen and use_reentrant and not input_gradients:
         what = "reentrant recompute passes no gradient on unless a block's input asks for one"
         raise ModelError(Problem(kind, what, "Write input_gradients=True, or use_reentrant=False"))
-    if blocks is not None and recompute == "none":
-        raise ModelError(Problem(kind, 'blocks are named, and recompute is "none"', 'Write recompute="block"'))
-    if recompute == "block":
-        check_recompute(base, blocks)
     if input_gradients and not find_embeddings(base, embedding) and not find_stacks(base):
         what = "has neither an input embedding nor blocks that can be found"
         raise ModelError(Problem(kind, what, 'Write embedding="NAME", or input_gradients=False'))
+    return recomputed
 
 
 def _adapter_parameters(model: nn.Module) -> set[int]:

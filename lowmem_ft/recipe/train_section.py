@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from lowmem_ft.recipe.section import Auto, Fraction, Positive, Section, SettingError
+from lowmem_ft.errors import nearest
+from lowmem_ft.recipe.section import Auto, Fraction, Positive, Section, SettingError, Text
+
+RECOMPUTE = ("auto", "none", "block", "every-2", "first-12")
+"""The ways to recompute, one example of each form. `memory.recompute` is what does them."""
+
+_COUNTED = re.compile(r"(every|first)-[1-9][0-9]*")
+
+BlockNumbers = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class TrainSection(Section):
@@ -69,8 +78,10 @@ class TrainSection(Section):
 class MemorySection(Section):
     """Memory knobs. None of them changes what is learned."""
 
-    recompute: Literal["auto", "none", "block"] = "auto"
-    """Activations computed twice (gradient checkpointing): per transformer `block`, or `none`. `auto`: block."""
+    recompute: Literal["auto", "none", "block"] | Text | BlockNumbers = "auto"
+    """Which blocks compute their activations a second time in backward (gradient checkpointing), instead of keeping
+    them: `none`; `block`: every one; `every-2`: each second one; `first-12`: the first twelve; or a list of block
+    numbers from 0. `auto`: block."""
 
     loss_chunk_tokens: Positive | Auto = "auto"
     """Trained tokens whose logits are held at once. `auto`: as many as keep the logits under 32 MiB."""
@@ -79,3 +90,15 @@ class MemorySection(Section):
     """Layers with LoRA keep their input once, in the type of the computation, and run as one operation each.
 
     Changes memory and speed only, up to summation order and fewer roundings in 16 bits. False: peft's own layers."""
+
+    @model_validator(mode="after")
+    def _recompute_is_known(self) -> MemorySection:
+        name = self.recompute
+        if isinstance(name, str) and name not in RECOMPUTE and not _COUNTED.fullmatch(name):
+            raise SettingError(
+                ("memory.recompute",),
+                f'"{name}" is no way to recompute',
+                f"Write recompute: {nearest(name, RECOMPUTE) or 'block'}. There are {', '.join(RECOMPUTE)} "
+                "(with any number) and a list of block numbers",
+            )
+        return self

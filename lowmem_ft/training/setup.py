@@ -20,10 +20,11 @@ from lowmem_ft.memory import attention
 from lowmem_ft.memory.lora import apply_lean_lora
 from lowmem_ft.memory.measure import MemoryMeter
 from lowmem_ft.memory.products import HALVES, product_dtype
+from lowmem_ft.memory.recompute import Policy
 from lowmem_ft.model.adapters import AdapterReport, AdapterSettings, add_adapters
 from lowmem_ft.model.facts import make_empty_model, predict_bytes
 from lowmem_ft.model.find import FoundModel, fetch_weights
-from lowmem_ft.model.kbit import PreparationReport, Recompute, predict_preparation, prepare_for_kbit_training
+from lowmem_ft.model.kbit import PreparationReport, predict_preparation, prepare_for_kbit_training
 from lowmem_ft.model.load import BytesByPart, count_bytes, load_model
 from lowmem_ft.recipe.load import LoadedRecipe
 from lowmem_ft.recipe.schema import Recipe
@@ -146,7 +147,7 @@ def predict_prepared(recipe: Recipe, found: FoundModel) -> PreparedModel:
     return PreparedModel(adapted, by_part, preparation, adapters, why_not_packed(recipe, model))
 
 
-def _recompute(recipe: Recipe) -> Recompute:
+def _recompute(recipe: Recipe) -> Policy:
     return "block" if recipe.memory.recompute == "auto" else recipe.memory.recompute
 
 

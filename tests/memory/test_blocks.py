@@ -1,4 +1,4 @@
-"""Blocks and embeddings are found by structure in models that do not name them, and recompute changes no result."""
+"""Blocks and embeddings are found by structure in models that do not name them; stand-ins for a forward nest."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from lowmem_ft.errors import ModelError
 from lowmem_ft.memory.blocks import (
     WrappedForward,
     apply_around,
-    apply_recompute,
     find_blocks,
     find_embeddings,
     find_stacks,
     part_of,
     remove_around,
-    remove_recompute,
 )
 from tests.tiny import FAMILIES, tiny_gpt2, tiny_llama
 
@@ -92,45 +89,18 @@ def saved_bytes(model: nn.Module, run: Callable[[], Tensor]) -> tuple[int, Tenso
 IDS = torch.arange(8)[None]
 
 
-@pytest.mark.parametrize("kind", ["list", "dict", "sequential"])
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recompute_of_a_plain_stack_keeps_less_and_gives_the_same_gradients(kind: str, use_reentrant: bool) -> None:
-    grads, saved = [], []
-    for recompute in (False, True):
-        model = Stack(kind).train()
-        if recompute:
-            apply_recompute(model, use_reentrant=use_reentrant)
-        torch.manual_seed(1)  # dropout is drawn again from the same state
-        kept, output = saved_bytes(model, lambda model=model: model(IDS))
-        output.square().sum().backward()
-        saved.append(kept)
-        grads.append({name: p.grad for name, p in model.named_parameters()})
-    assert saved[1] < 0.4 * saved[0]
-    assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())
-
-
-def test_nothing_but_the_named_blocks_is_wrapped_and_all_of_it_can_be_taken_away() -> None:
-    model = Stack()
-    before = [type(m).forward for m in model.modules()]
-    apply_recompute(model, "h.1")
-    apply_recompute(model, "h.1")
-    wrapped = [name for name, m in model.named_modules() if "forward" in m.__dict__]
-    assert wrapped == ["h.1"]
-    assert model.h[1].forward.inner is None  # not wrapped twice
-    assert [type(m).forward for m in model.modules()] == before
-    remove_recompute(model)
-    assert not any("forward" in m.__dict__ for m in model.modules())
+def _plain(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def test_a_copy_of_a_wrapped_module_calls_itself() -> None:
     model = Stack()
-    apply_recompute(model)
+    apply_around(model.h[0], _plain)
     twin = copy.deepcopy(model).train()
     twin(IDS).sum().backward()
     assert isinstance(twin.h[0].forward, WrappedForward)
     assert twin.h[0].forward.module is twin.h[0]
     assert all(p.grad is None for p in model.parameters())
-    assert all(p.grad is not None for p in twin.parameters())
 
 
 def test_stand_ins_nest_and_keep_what_another_library_has_put_there() -> None:
@@ -196,24 +166,3 @@ def test_embeddings_are_found_where_getters_are_missing_or_raise() -> None:
     towers = TwoTowers()
     assert find_embeddings(towers) == [towers.text.model.embed_tokens, towers.other.transformer.wte]
     assert find_embeddings(nn.Linear(2, 2)) == []
-
-
-def test_two_towers_recompute_by_the_switch_of_each_block() -> None:
-    model = TwoTowers().train()
-    before, _ = saved_bytes(model, lambda: model(IDS))
-    apply_recompute(model)
-    after, _ = saved_bytes(model, lambda: model(IDS))
-    assert not any("forward" in m.__dict__ for m in model.modules())
-    assert sum(getattr(m, "gradient_checkpointing", False) for m in model.modules()) == 4
-    assert after < before
-    remove_recompute(model)
-    assert not any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-
-
-def test_a_getter_that_raises_does_not_stop_the_switch_of_transformers() -> None:
-    model = tiny_llama()
-    model.model.get_input_embeddings = lambda: {}["missing"]  # type: ignore[method-assign]
-    model.get_input_embeddings = model.model.get_input_embeddings  # type: ignore[method-assign]
-    apply_recompute(model)
-    assert isinstance(model, PreTrainedModel)
-    assert model.is_activation_checkpointing

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lowmem_ft.model.casts import (
     apply_casts,
@@ -19,29 +18,9 @@ from lowmem_ft.model.casts import (
     plan_casts,
     remove_matching,
 )
-from tests.tiny import FAMILIES, tiny_gpt2, tiny_llama, tiny_qwen3
+from tests.tiny import FAMILIES, tiny_gpt2, tiny_llama, tiny_moe, tiny_qwen3
 
 IDS = torch.arange(3, 19)[None]
-
-
-def tiny_moe(seed: int = 0) -> Qwen3MoeForCausalLM:
-    """Four experts in 3-D parameters, two at a time; untied head."""
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=448,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-    )
-    return Qwen3MoeForCausalLM(config).eval()
 
 
 class LiveBytes(TorchDispatchMode):

@@ -20,8 +20,7 @@ from lowmem_ft.model.load import load_model
 from lowmem_ft.model.packed import is_packed
 from tests.memory.test_blocks import IDS, Stack, TwoTowers
 from tests.model.backends import BACKENDS, BITSANDBYTES, LORA_TARGETS, dequantized, tensors_of
-from tests.model.test_casts import tiny_moe
-from tests.tiny import FAMILIES, save_tiny_model, tiny_llama
+from tests.tiny import FAMILIES, save_tiny_model, tiny_llama, tiny_moe
 
 KINDS = ["none", *BITSANDBYTES]
 

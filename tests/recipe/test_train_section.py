@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from lowmem_ft.recipe.train_section import TrainSection
+from lowmem_ft.recipe.train_section import RECOMPUTE, MemorySection, TrainSection
 from tests.recipe.causes import cause
 
 
@@ -17,3 +17,23 @@ def test_a_run_has_one_length() -> None:
     with pytest.raises(ValidationError) as caught:
         TrainSection(epochs=1.0, steps=2)
     assert cause(caught.value).keys == ("train.steps", "train.epochs")
+
+
+@pytest.mark.parametrize("name", [*RECOMPUTE, "first-1", "every-30"])
+def test_ways_to_recompute(name: str) -> None:
+    assert MemorySection(recompute=name).recompute == name
+
+
+@pytest.mark.parametrize("name", ["blok", "every-0", "every-", "first-x", "first--1", "full", "2"])
+def test_no_ways_to_recompute(name: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        MemorySection(recompute=name)
+    assert cause(caught.value).keys == ("memory.recompute",)
+    assert f'"{name}" is no way to recompute' in str(cause(caught.value))
+
+
+def test_blocks_that_recompute_can_be_listed() -> None:
+    assert MemorySection(recompute=[0, 3]).recompute == [0, 3]
+    for wrong in ([], [-1], [True], [1.0]):
+        with pytest.raises(ValidationError):
+            MemorySection(recompute=wrong)  # type: ignore[arg-type]
