@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lowmem_ft.data.batches import StepOrder
     from lowmem_ft.data.template import Encoder
     from lowmem_ft.memory.measure import MemoryMeter
+    from lowmem_ft.model.find import FoundModel
     from lowmem_ft.recipe.schema import Recipe
     from lowmem_ft.report.progress import Display
     from lowmem_ft.training.inputs import Data
@@ -38,6 +39,7 @@ class Ready:
     """All that the loop needs."""
 
     accelerator: Accelerator
+    found: FoundModel
     meter: MemoryMeter
     tokenizer: Any
     encoder: Encoder
@@ -80,7 +82,7 @@ def get_ready(loaded: LoadedRecipe, display: Display, dry_run: bool = False) -> 
             prepared = setup.load_prepared(recipe, found, accelerator.device, display)
     batch = setup.describe_batch(recipe, data.train, order, prepared, accelerator.device)
     print_header(display, recipe, prepared.bytes, prepared.preparation, prepared.adapters, data.audit, batch)
-    return Ready(accelerator, meter, tokenizer, encoder, data, order, prepared)
+    return Ready(accelerator, found, meter, tokenizer, encoder, data, order, prepared)
 
 
 def train(loaded: LoadedRecipe, display: Display, command: Sequence[str] = (), accept_changes: bool = False) -> Path:
@@ -99,6 +101,7 @@ def train(loaded: LoadedRecipe, display: Display, command: Sequence[str] = (), a
         LowmemError: anything that the user can mend; nothing half done is left that looks finished.
         Stopped: a signal or `train.max_seconds` ended it, and what was learned is saved.
     """
+    from lowmem_ft.training import setup
     from lowmem_ft.training.resume import find_past
     from lowmem_ft.training.run_folder import RunFolder
     from lowmem_ft.training.signals import StopRequests
@@ -111,7 +114,8 @@ def train(loaded: LoadedRecipe, display: Display, command: Sequence[str] = (), a
         with stop.at_once():  # nothing is learned yet
             past = find_past(recipe, run.store, display, accept_changes)
             ready = get_ready(loaded, display)
-        run.begin(dump_recipe(recipe), str(ready.accelerator.device), command, past)
+        base = setup.describe_base(recipe, ready.found)
+        run.begin(dump_recipe(recipe), str(ready.accelerator.device), command, past, base)
         learn(recipe, ready, run, stop, past, display, accept_changes)
     return run.path
 

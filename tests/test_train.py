@@ -31,8 +31,8 @@ def test_a_run_leaves_a_folder_that_peft_loads(tmp_path: Path, capsys: pytest.Ca
     run = tmp_path / "work" / "runs" / "tiny"
     names = sorted(path.name for path in run.iterdir())
     assert names == [
-        "adapter", "answers-000000.jsonl", "answers-000004.jsonl", "checkpoints", "environment.json", "memory.jsonl",
-        "metrics.jsonl", "recipe.yaml",
+        "adapter", "answers-000000.jsonl", "answers-000004.jsonl", "base.json", "checkpoints", "environment.json",
+        "memory.jsonl", "metrics.jsonl", "recipe.yaml",
     ]  # fmt: skip
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in metrics if "loss" in m] == [1, 2, 3, 4]

@@ -2,6 +2,7 @@
 
 recipe.yaml        the recipe as it was resolved
 environment.json   versions and machine
+base.json          what the base is: settings and sampled weights; also beside the adapter
 metrics.jsonl      a line a step; evaluations and answers on lines of their own
 memory.jsonl       peak bytes of each phase
 checkpoints/       saved states, see `lowmem_ft.training.state`
@@ -32,6 +33,8 @@ from safetensors import SafetensorError
 from lowmem_ft.data.batches import StepOrder
 from lowmem_ft.errors import CheckpointError, ExportError, Problem
 from lowmem_ft.memory.measure import MemoryMeter, PhasePeak
+from lowmem_ft.model.base_record import FILE as BASE
+from lowmem_ft.model.base_record import BaseRecord
 from lowmem_ft.model.generate import Answer
 from lowmem_ft.recipe.schema import Recipe
 from lowmem_ft.training.checkpoint import Checkpoints
@@ -102,7 +105,14 @@ class RunFolder:
         run.begin(recipe_yaml, device, command)
         return run
 
-    def begin(self, recipe_yaml: str, device: str, command: Sequence[str], past: Past | None = None) -> None:
+    def begin(
+        self,
+        recipe_yaml: str,
+        device: str,
+        command: Sequence[str],
+        past: Past | None = None,
+        base: BaseRecord | None = None,
+    ) -> None:
         """Write what is known before the first step. Lines of metrics.jsonl after the checkpoint are cut off.
 
         Args:
@@ -110,12 +120,15 @@ class RunFolder:
             device: what the run runs on.
             command: how it was started.
             past: what it goes on from; None for a start.
+            base: what is trained on.
 
         Raises:
             ExportError: it cannot be written.
         """
         environment = json.dumps(describe_environment(device, list(command)), indent=2)
         self._texts = {"recipe.yaml": recipe_yaml, "environment.json": environment + "\n"}
+        if base is not None:
+            self._texts[BASE] = base.text()
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             if not os.access(self.checkpoints, os.W_OK):
@@ -223,7 +236,7 @@ class RunFolder:
 
     def save_adapter(self, model: PeftModel, tokenizer: Any, template: str | None) -> Path:
         """Write the result, with tokenizer and the chat template that was trained with."""
-        return _save_whole(self.adapter, model, tokenizer, template)
+        return _save_whole(self.adapter, model, tokenizer, template, self._texts.get(BASE))
 
     def _append(self, name: str, values: dict[str, Any]) -> None:
         """A line of JSON, which knows no NaN: null."""
@@ -270,7 +283,7 @@ def _is_of(resume: str | None, output: Path, checkpoints: Path) -> bool:
     return asked in (output.resolve(), checkpoints.resolve()) or asked.parent == checkpoints.resolve()
 
 
-def _save_whole(folder: Path, model: PeftModel, tokenizer: Any, template: str | None) -> Path:
+def _save_whole(folder: Path, model: PeftModel, tokenizer: Any, template: str | None, base: str | None) -> Path:
     """All files or none: written under another name, then renamed."""
     temporary = folder.with_name(f".{folder.name}.part")
     try:
@@ -281,6 +294,8 @@ def _save_whole(folder: Path, model: PeftModel, tokenizer: Any, template: str | 
         tokenizer.save_pretrained(temporary)
         if template is not None:
             (temporary / "chat_template.jinja").write_text(template, encoding="utf-8")
+        if base is not None:
+            (temporary / BASE).write_text(base, encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(temporary, folder)
     except (OSError, SafetensorError) as error:

@@ -22,6 +22,7 @@ from lowmem_ft.memory.measure import MemoryMeter
 from lowmem_ft.memory.products import HALVES, product_dtype
 from lowmem_ft.memory.recompute import Policy
 from lowmem_ft.model.adapters import AdapterReport, AdapterSettings, add_adapters
+from lowmem_ft.model.base_record import BaseRecord, record_base
 from lowmem_ft.model.facts import make_empty_model, predict_bytes
 from lowmem_ft.model.find import FoundModel, fetch_weights
 from lowmem_ft.model.kbit import PreparationReport, predict_preparation, prepare_for_kbit_training
@@ -128,6 +129,23 @@ def load_prepared(recipe: Recipe, found: FoundModel, device: torch.device, repor
     if recipe.memory.lean:
         apply_lean_lora(adapted)
     return PreparedModel(adapted, by_part, preparation, adapters, not_packed)
+
+
+def describe_base(recipe: Recipe, found: FoundModel) -> BaseRecord:
+    """What is trained on, to know it again later; its weights are here.
+
+    Raises:
+        ModelError: they cannot be read.
+    """
+    settings = recipe.model
+    return record_base(
+        found,
+        model=settings.path,
+        quantization=settings.quantization,
+        double_quant=settings.double_quant,
+        dtype=settings.dtype,
+        precision=recipe.train.precision,
+    )
 
 
 def predict_prepared(recipe: Recipe, found: FoundModel) -> PreparedModel:

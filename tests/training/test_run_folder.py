@@ -16,6 +16,7 @@ from peft import PeftModel
 from lowmem_ft.data.batches import StepOrder
 from lowmem_ft.errors import CheckpointError, ExportError
 from lowmem_ft.memory.measure import MemoryMeter, PhasePeak
+from lowmem_ft.model.base_record import BaseRecord, read_record
 from lowmem_ft.model.generate import Answer
 from lowmem_ft.recipe.data_section import DataSection
 from lowmem_ft.recipe.schema import CheckpointSection, ModelSection, Recipe
@@ -87,6 +88,15 @@ def test_the_adapter_loads_in_peft_with_tokenizer_and_template(tmp_path: Path) -
     assert (run.adapter / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
     assert (run.adapter / "tokenizer.json").exists()
     assert not [path for path in run.path.rglob("*") if path.suffix in (".bin", ".pt", ".pkl", ".pth")]
+
+
+def test_what_the_base_is_lies_in_the_run_and_beside_the_adapter(tmp_path: Path) -> None:
+    base = BaseRecord("m", None, "nf4", True, "bfloat16", "bf16", {"model_type": "llama"}, {"w": "1"})
+    run = RunFolder.claim(_recipe(tmp_path / "a"))
+    run.begin("name: x\n", "cpu", [], base=base)
+    model, _ = add_lora(tiny_llama(), rank=4, alpha=8)
+    run.save_adapter(model, with_template("regex", "chatml"), None)
+    assert read_record(run.path) == read_record(run.adapter) == base
 
 
 def test_a_number_that_is_not_finite_is_null_in_the_metrics(tmp_path: Path) -> None:
