@@ -19,6 +19,7 @@ from lowmem_ft.errors import Problem, RecipeError
 from lowmem_ft.memory import attention
 from lowmem_ft.memory.lora import apply_lean_lora
 from lowmem_ft.memory.measure import MemoryMeter
+from lowmem_ft.memory.mlp import apply_lean_mlp
 from lowmem_ft.memory.products import HALVES, product_dtype
 from lowmem_ft.memory.recompute import Policy
 from lowmem_ft.model.adapters import AdapterReport, AdapterSettings, add_adapters
@@ -128,6 +129,7 @@ def load_prepared(recipe: Recipe, found: FoundModel, device: torch.device, repor
     adapted, adapters = _adapt(recipe, model)
     if recipe.memory.lean:
         apply_lean_lora(adapted)
+        apply_lean_mlp(adapted, slice_tokens=recipe.memory.mlp_slice_tokens)
     return PreparedModel(adapted, by_part, preparation, adapters, not_packed)
 
 

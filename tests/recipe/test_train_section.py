@@ -37,3 +37,10 @@ def test_blocks_that_recompute_can_be_listed() -> None:
     for wrong in ([], [-1], [True], [1.0]):
         with pytest.raises(ValidationError):
             MemorySection(recompute=wrong)  # type: ignore[arg-type]
+
+
+def test_an_mlp_runs_in_slices_only_where_it_is_lean() -> None:
+    assert MemorySection(mlp_slice_tokens=64).mlp_slice_tokens == 64
+    with pytest.raises(ValidationError) as caught:
+        MemorySection(mlp_slice_tokens=64, lean=False)
+    assert cause(caught.value).keys == ("memory.mlp_slice_tokens", "memory.lean")
