@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lowmem_ft import __version__, cli
+from tests.export.trained import trained_in
 from tests.flow.recipes import write_run
 
 
@@ -67,3 +68,19 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--version"])
     assert stop.value.code == 0
     assert __version__ in capsys.readouterr().out
+
+
+def test_merge_and_verify_prove_or_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = str(trained_in(tmp_path))
+    assert cli.main(["merge", adapter, "out", "--base", "trained", "--dtype", "float32", "--shard-size", "100KiB"]) == 0
+    assert "it loses 0.00% of what training changed" in capsys.readouterr().out
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    assert cli.main(["verify", adapter, "out"]) == 0
+    assert "written answers equal" in capsys.readouterr().out
+    assert cli.main(["verify", adapter, "base"]) == 7
+    assert "of what training changed is lost" in capsys.readouterr().err
+    assert cli.main(["verify", adapter, "base", "--force"]) == 0
+    assert cli.main(["merge", adapter, "two", "--max-lost", "1e-9", "--dtype", "bfloat16"]) == 7
+    assert not (tmp_path / "two").exists()
+    assert cli.main(["merge", adapter, "two", "--shard-size", "much"]) == 2
+    assert '--shard-size: "much" is not a size' in capsys.readouterr().err

@@ -21,6 +21,7 @@ from lowmem_ft.export.trained_base import Quantization, as_trained, quantized_na
 from lowmem_ft.model.checkpoint_names import parameter_names
 from lowmem_ft.model.facts import make_empty_model
 from lowmem_ft.model.find import FoundModel
+from lowmem_ft.model.load import DTYPES
 from lowmem_ft.model.packed import quantization_method
 from lowmem_ft.model.tensor_files import TensorFiles, TensorSpec
 
@@ -39,7 +40,7 @@ class MergedWeights:
         base: a folder with safetensors, not quantized itself.
         adapter: made for it.
         dtype: of the floating-point weights; None: each as the base stores it.
-        trained: merge into the base as it was quantized in training; None: into the base as it is.
+        trained: merge into the base as it was loaded in training, quantized or in another type; None: as it is.
         trust_remote_code: run the model's own Python code.
 
     Attributes:
@@ -106,9 +107,8 @@ class MergedWeights:
         """A weight that must be seen at once: its scales are of all of it, or its rows are its inputs."""
         transposed = parameter in self._transposed
         weight = weight.T if transposed else weight
-        if packed:
-            assert self.trained is not None
-            weight = as_trained(weight, self.trained)
+        if self.trained and parameter not in self.adapter.replaced:
+            weight = as_trained(weight, self.trained) if packed else weight.to(DTYPES[self.trained.dtype])
         if parameter in self.adapter.changes:
             weight = weight.float()
             for change in self.adapter.changes[parameter]:
@@ -122,6 +122,8 @@ class MergedWeights:
         for start in range(0, len(result), rows_at_once):
             rows = slice(start, min(start + rows_at_once, len(result)))
             piece = files.read(key, rows)
+            if self.trained and files is self.files:
+                piece = piece.to(DTYPES[self.trained.dtype])
             if changes:
                 piece = piece.float()
             for change in changes:

@@ -13,11 +13,13 @@ from typing import Any, Literal
 
 from lowmem_ft.errors import ExportError, Problem
 from lowmem_ft.export.adapter_weights import read_adapter
+from lowmem_ft.export.fit import check_fits
 from lowmem_ft.export.merge import MergedWeights
 from lowmem_ft.export.subject import Subject
 from lowmem_ft.export.trained_base import Quantization
+from lowmem_ft.model.facts import make_empty_model
 from lowmem_ft.model.find import fetch_weights
-from lowmem_ft.model.load import DTYPES
+from lowmem_ft.model.load import DTYPES, stored_dtype
 from lowmem_ft.model.tensor_files import write_tensor_files
 from lowmem_ft.units import format_bytes
 
@@ -40,7 +42,6 @@ class MergeRequest:
         base: `full`: into the base as it is stored; `trained`: into the base as it was quantized in training.
         dtype: `bfloat16`, `float16` or `float32`; None: as the base's config.json says.
         shard_bytes: size of a file of weights, beyond which another is begun.
-        quantization: how the base was loaded in training, where nothing says so.
         force: merge though the base is not what it was.
     """
 
@@ -49,7 +50,6 @@ class MergeRequest:
     base: BaseChoice = "full"
     dtype: str | None = None
     shard_bytes: int = 2 << 30
-    quantization: Quantization | None = None
     force: bool = False
 
 
@@ -106,7 +106,8 @@ def merge(
     if not request.force:
         subject.check_base(found)
     config = json.loads((Path(found.path) / "config.json").read_text(encoding="utf-8"))
-    name = request.dtype or _dtype_of(config)
+    name = request.dtype or stored_dtype(config)
+    check_fits(subject.adapter, make_empty_model(found, "float32", subject.trust_remote_code), found.path)
     weights = MergedWeights(
         found, adapter, dtype=DTYPES[name], trained=trained, trust_remote_code=subject.trust_remote_code
     )
@@ -114,6 +115,7 @@ def merge(
     _check_space(out, size)
     record: dict[str, Any] = {
         "merged": subject.model,
+        "base": request.base,
         "into": "the base as stored" if trained is None else f"the base as trained, {trained}",
         "dtype": name,
     }
@@ -155,17 +157,11 @@ def _trained(request: MergeRequest) -> Quantization | None:
     """How the base is to be quantized before the sum."""
     if request.base == "full":
         return None
-    known = request.quantization or request.subject.quantization
+    known = request.subject.quantization
     if known is None:
         what = "does not say how its base was quantized in training"
         raise ExportError(Problem(str(request.subject.path), what, "Write --quantization nf4, or --base full"))
-    return None if known.method == "none" else known
-
-
-def _dtype_of(config: Mapping[str, Any]) -> str:
-    """As config.json says; float32, which every model can be turned to, where it does not."""
-    named = config.get("dtype") or config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
-    return str(named) if named in DTYPES else "float32"
+    return known
 
 
 def _write_settings(part: Path, config: dict[str, Any], weights: MergedWeights, dtype: str) -> None:
@@ -215,7 +211,7 @@ def _notes(weights: MergedWeights, trained: Quantization | None) -> tuple[str, .
     if weights.untied:
         notes.append("head and embedding shared a weight and no longer do: the adapter changes one of them alone")
     if trained is not None:
-        notes.append(f"merged into the base as it was in training, {trained}, turned back to {weights.dtype}")
+        notes.append(f"merged into the base as it was in training, {trained}, turned back")
     return tuple(notes)
 
 

@@ -12,6 +12,7 @@ from lowmem_ft.export.adapter_weights import CONFIG, read_adapter_config
 from lowmem_ft.export.trained_base import Quantization
 from lowmem_ft.model.base_record import BaseRecord, differences, read_record
 from lowmem_ft.model.find import FoundModel, Progress, find_model
+from lowmem_ft.recipe.data_section import DataSection
 from lowmem_ft.recipe.load import load_recipe
 from lowmem_ft.recipe.schema import Recipe
 
@@ -34,6 +35,7 @@ class Subject:
         tokenizer: folder with the tokenizer; None: beside the base.
         template: chat template of training, by name or path; None: the tokenizer's own.
         max_tokens: of a training sequence; None where it is not known.
+        data: what was trained and evaluated on; None where it is not known.
         record: what the base was in training, if that was written down.
         trust_remote_code: run the model's own Python code, as the recipe said.
     """
@@ -48,6 +50,7 @@ class Subject:
     tokenizer: Path | None = None
     template: str | None = None
     max_tokens: int | None = None
+    data: DataSection | None = None
     record: BaseRecord | None = None
     trust_remote_code: bool = False
 
@@ -77,21 +80,29 @@ class Subject:
             raise ExportError([first, *different, Problem("", "Name the right one by --model, or write --force")])
 
 
-def find_subject(path: Path, model: str | None = None) -> Subject:
+def find_subject(path: Path, model: str | None = None, quantization: str | None = None) -> Subject:
     """Find out what `path` is.
 
     Args:
         path: a run folder, a checkpoint, an adapter's folder, a model's folder, a .gguf file or a hub id.
         model: the base's place, if it is not where it was in training.
+        quantization: method of the training, where nothing records it.
 
     Raises:
         ModelError: it is none of these.
+        ExportError: something else is recorded than `quantization`.
         RecipeError: the recipe of a run cannot be read.
     """
     subject = _found(path)
-    if model is None or subject.adapter is None:
+    if subject.adapter is None:
         return subject
-    return replace(subject, model=model, revision=None)
+    if quantization is not None:
+        known = subject.quantization
+        if known is not None and known.method != quantization:
+            what = f"was trained in {known.method}, and --quantization says {quantization}"
+            raise ExportError(Problem(str(path), what, "Remove --quantization"))
+        subject = replace(subject, quantization=known or Quantization(quantization, True, "bfloat16"))
+    return subject if model is None else replace(subject, model=model, revision=None)
 
 
 def _found(path: Path) -> Subject:
@@ -137,6 +148,7 @@ def _by_recipe(path: Path, kind: Kind, adapter: Path, recipe: Recipe) -> Subject
         Quantization(model.quantization, model.double_quant, model.dtype),
         recipe.train.precision,
         max_tokens=recipe.data.max_tokens,
+        data=recipe.data,
         trust_remote_code=model.trust_remote_code,
     )
 

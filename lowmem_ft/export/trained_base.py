@@ -26,6 +26,8 @@ class Quantization:
     dtype: str
 
     def __str__(self) -> str:
+        if self.method == "none":
+            return self.dtype
         double = ", double quantization" if self.double_quant and self.method in ("nf4", "fp4") else ""
         return f"{self.method} in {self.dtype}{double}"
 

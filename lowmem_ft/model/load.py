@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,13 @@ def load_model(
         raise ModelError(Problem(found.path, f"transformers cannot load it: {_one_line(error)}")) from error
     keep_trainable_layout(model)
     return model
+
+
+def stored_dtype(config: Mapping[str, Any]) -> str:
+    """The type that config.json states for the weights; float32, which holds any other, where it states none."""
+    nested = config.get("text_config") or {}
+    named = config.get("dtype") or config.get("torch_dtype") or nested.get("dtype") or nested.get("torch_dtype")
+    return str(named) if named in DTYPES else "float32"
 
 
 def _one_line(error: Exception) -> str:

@@ -95,7 +95,9 @@ def test_a_training_that_is_not_known_must_be_named(adapter: Path, tmp_path: Pat
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": base}))
     with pytest.raises(ExportError, match="Write --quantization nf4, or --base full"):
         merged(adapter, tmp_path / "out", base="trained")
-    merged(adapter, tmp_path / "out", base="trained", quantization=Quantization("nf4", True, "bfloat16"))
+    named = find_subject(adapter, quantization="nf4")
+    assert named.quantization == Quantization("nf4", True, "bfloat16")
+    merge(MergeRequest(named, tmp_path / "out", base="trained"), lambda _: {})
 
 
 def test_a_head_that_parts_from_the_embedding_is_said_and_stated(tmp_path: Path) -> None:

@@ -66,6 +66,12 @@ def test_a_changed_base_is_refused_and_what_changed_is_listed(adapter: Path) -> 
     assert "model.layers.0.mlp.up_proj.weight has other values" in str(caught.value)
 
 
+def test_a_training_that_is_recorded_is_not_contradicted(adapter: Path) -> None:
+    assert find_subject(adapter, quantization="nf4").quantization == Quantization("nf4", False, "bfloat16")
+    with pytest.raises(ExportError, match="was trained in nf4, and --quantization says fp4"):
+        find_subject(adapter, quantization="fp4")
+
+
 def test_a_base_that_is_gone_says_how_to_name_its_place(adapter: Path) -> None:
     (adapter.parent / "base").rename(adapter.parent / "moved")
     with pytest.raises(ModelError, match="Name its place by --model"):

@@ -42,3 +42,4 @@ def test_the_error_is_that_of_so_many_bits(method: str, most: float) -> None:
 def test_a_text_says_what_it_was() -> None:
     assert str(Quantization("nf4", True, "bfloat16")) == "nf4 in bfloat16, double quantization"
     assert str(Quantization("int8", True, "float16")) == "int8 in float16"
+    assert str(Quantization("none", True, "float32")) == "float32"
