@@ -25,8 +25,8 @@ LOST = 0.05
 """An export that should be the trained model in other bytes may lose so much of what training changed."""
 LOST_WITH_BASE = 0.5
 """An export into another base than the trained one (unquantized for quantized) may differ by so much."""
-FLOOR = 1e-4
-"""Nats a token under which two models count as equal, whatever training changed: rounding to bfloat16 makes as much."""
+FLOOR = 1e-6
+"""Nats a token under which two models count as equal, whatever training changed: sums in another order make less."""
 
 
 @dataclass(frozen=True)
