@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lowmem_ft.model.find import FoundModel
     from lowmem_ft.recipe.schema import Recipe
     from lowmem_ft.report.progress import Display
+    from lowmem_ft.training.examine import Exam
     from lowmem_ft.training.inputs import Data
     from lowmem_ft.training.resume import Past
     from lowmem_ft.training.run_folder import RunFolder
@@ -44,6 +45,7 @@ class Ready:
     tokenizer: Any
     encoder: Encoder
     data: Data
+    exam: Exam
     order: StepOrder
     prepared: PreparedModel
 
@@ -62,6 +64,7 @@ def get_ready(loaded: LoadedRecipe, display: Display, dry_run: bool = False) -> 
     from lowmem_ft.data.audit_text import render
     from lowmem_ft.report.header import print_header
     from lowmem_ft.training import inputs, setup
+    from lowmem_ft.training.examine import make_exam
 
     recipe = loaded.recipe
     accelerator, meter = setup.make_accelerator(loaded)
@@ -72,6 +75,7 @@ def get_ready(loaded: LoadedRecipe, display: Display, dry_run: bool = False) -> 
     with meter.phase("data"):
         data = inputs.load_data(recipe, encoder, display)
     render(data.audit, display.console)
+    exam = make_exam(recipe, encoder, display, loaded.where)
     order = setup.make_order(recipe, data.train)
 
     # the model: quantized on arrival, prepared, given adapters
@@ -82,7 +86,7 @@ def get_ready(loaded: LoadedRecipe, display: Display, dry_run: bool = False) -> 
             prepared = setup.load_prepared(recipe, found, accelerator.device, display)
     batch = setup.describe_batch(recipe, data.train, order, prepared, accelerator.device)
     print_header(display, recipe, prepared.bytes, prepared.preparation, prepared.adapters, data.audit, batch)
-    return Ready(accelerator, found, meter, tokenizer, encoder, data, order, prepared)
+    return Ready(accelerator, found, meter, tokenizer, encoder, data, exam, order, prepared)
 
 
 def train(loaded: LoadedRecipe, display: Display, command: Sequence[str] = (), accept_changes: bool = False) -> Path:
@@ -143,7 +147,9 @@ def learn(
     accelerator, order, data, prepared = ready.accelerator, ready.order, ready.data, ready.prepared
     model, optimizer, schedule = setup.make_trainable(recipe, prepared, accelerator, order.steps)
     check_gradients(model, prepared.model, shortest_row(data.train, order), accelerator, display)
-    examiner = Examiner(recipe, data, prepared, ready.tokenizer, ready.encoder, accelerator, run, display)
+    examiner = Examiner(
+        recipe, data.eval, ready.exam, prepared, ready.tokenizer, ready.encoder, accelerator, run, display
+    )
     watch = NumberWatch()
     parts: dict[str, Any] = {"evaluations": examiner, "numbers": watch}
     live = Live(prepared.model, optimizer, schedule, accelerator.scaler, parts=parts)
@@ -170,7 +176,7 @@ def learn(
     run.record_memory(ready.meter.phases)
     for line in watch.lines():
         display.line(line)
-    print_end(display, run.path, run.kept(), examiner.losses, examiner.exact, recipe.eval.generate, ready.meter)
+    print_end(display, run.path, run.kept(), examiner.losses, examiner.scores, len(ready.exam.examples), ready.meter)
 
 
 def start(

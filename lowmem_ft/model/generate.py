@@ -9,6 +9,22 @@ from typing import Any
 import torch
 
 PROMPTS_AT_ONCE = 32
+CACHE_BYTES = 256 * 1024**2
+"""What the keys and values of a batch may take where nothing else is said."""
+
+PLAIN: dict[str, Any] = {
+    "do_sample": False,
+    "num_beams": 1,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 50,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+}
+"""The most likely token each time, and nothing else: what a model's generation_config.json says would come in where a
+value is not given (transformers 5.24), such as Qwen2.5's repetition_penalty."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +59,13 @@ def generate_answers(
     *,
     max_new_tokens: int,
     device: torch.device,
+    most_tokens: int | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Answer]:
     """Answer each prompt by greedy generation.
 
-    Prompts of like length share a batch, padded on the left; the order of the result is that of `prompts`.
+    Prompts of like length share a batch, padded on the left; the order of the result is that of `prompts`. A batch
+    changes memory and speed only, up to the rounding of larger products.
 
     Args:
         model: a transformers model, with or without peft. Call this under the autocast of training.
@@ -57,15 +75,15 @@ def generate_answers(
         stop_ids: tokens that end an answer.
         max_new_tokens: longest answer.
         device: where the model is.
+        most_tokens: of prompts and answers in one batch, at least one prompt; None for what `CACHE_BYTES` hold.
         progress: told how many are done.
     """
     was_training = model.training
     model.eval()
     answers: dict[int, Answer] = {}
-    by_length = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
     pad = stop_ids[0]
-    for start in range(0, len(by_length), PROMPTS_AT_ONCE):
-        chosen = by_length[start : start + PROMPTS_AT_ONCE]
+    most = most_tokens or max(1, CACHE_BYTES // cache_bytes_per_token(model.config))
+    for chosen in batches_of_prompts([len(prompt) for prompt in prompts], max_new_tokens, most):
         width = max(len(prompts[i]) for i in chosen)
         ids = torch.tensor([[pad] * (width - len(prompts[i])) + list(prompts[i]) for i in chosen], device=device)
         mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in chosen], device=device)
@@ -73,10 +91,10 @@ def generate_answers(
             input_ids=ids,
             attention_mask=mask,
             max_new_tokens=max_new_tokens,
-            do_sample=False,
             use_cache=True,
             eos_token_id=list(stop_ids),
             pad_token_id=pad,
+            **PLAIN,
         )
         for index, new in zip(chosen, out[:, width:].tolist(), strict=True):
             end = next((k for k, token in enumerate(new) if token in stop_ids), None)
@@ -86,3 +104,36 @@ def generate_answers(
         progress(len(answers))
     model.train(was_training)
     return [answers[i] for i in range(len(prompts))]
+
+
+def batches_of_prompts(lengths: Sequence[int], max_new_tokens: int, most_tokens: int) -> list[list[int]]:
+    """Positions into `lengths`, shortest first, in batches of at most 32 prompts.
+
+    Args:
+        lengths: tokens of each prompt.
+        max_new_tokens: longest answer.
+        most_tokens: padding, prompts and answers of a batch; one that is longer alone is a batch of its own.
+    """
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        now = batches[-1] if batches else []
+        # this prompt is the longest so far, so it is the width of its batch
+        fits = (len(now) + 1) * (lengths[index] + max_new_tokens) <= most_tokens
+        if now and fits and len(now) < PROMPTS_AT_ONCE:
+            now.append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def cache_bytes_per_token(config: Any) -> int:
+    """Most bytes of keys and values that a token takes, at 4 bytes a number.
+
+    Args:
+        config: of a transformers model. Where it has layers of several kinds, all count as the largest does.
+    """
+    config = config.get_text_config()
+    heads: int = getattr(config, "num_attention_heads", 1)
+    key_heads: int = getattr(config, "num_key_value_heads", None) or heads
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * 4 * int(config.num_hidden_layers) * key_heads * head_dim

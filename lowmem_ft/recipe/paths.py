@@ -4,8 +4,9 @@ A path in a recipe is relative to the recipe file's folder (as the file was name
 a path in an override is relative to the current folder. `~` and `~user` are home folders. Everything becomes absolute.
 
 `output` and `checkpoint.folder` need not exist; `checkpoint.resume` is `auto` or a folder. `data.template` is a
-built-in name or a file. `model.path` and the data paths are local where something of that name exists; what is clearly
-meant as a path and is not there is an error, so it is never looked up on a hub; the rest is left alone as an id.
+built-in name or a file. What stands before the colon in `eval.metrics` is a path where it ends in `.py`. `model.path`
+and the data paths are local where something of that name exists; what is clearly meant as a path and is not there is an
+error, so it is never looked up on a hub; the rest is left alone as an id.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from lowmem_ft.errors import nearest
 from lowmem_ft.recipe.data_section import TEMPLATES
 from lowmem_ft.recipe.emit import text_as_yaml
+from lowmem_ft.recipe.eval_section import function_of
 from lowmem_ft.recipe.places import Place, Problems
 
 DATA_ENDINGS = (
@@ -59,6 +61,9 @@ class Paths:
             and checkpoint["resume"] != "auto"
         ):
             checkpoint["resume"] = self._checkpoint(checkpoint["resume"])
+        looking = values.get("eval")
+        if isinstance(looking, dict) and isinstance(looking.get("metrics"), list):
+            looking["metrics"] = [self._metric(text, index) for index, text in enumerate(looking["metrics"])]
         model, data = values.get("model"), values.get("data")
         if isinstance(model, dict) and isinstance(model.get("path"), str):
             self._model(model)
@@ -80,6 +85,16 @@ class Paths:
         if not os.path.isdir(path):
             self._not_there(text, path, "checkpoint.resume", "", "Name the folder of a checkpoint, or write auto")
         return path
+
+    def _metric(self, text: Any, index: int) -> Any:
+        function = function_of(text) if isinstance(text, str) else None
+        if function is None or not function[0].endswith(".py"):
+            return text
+        key = f"eval.metrics[{index}]"
+        path = self._absolute(function[0], key)
+        if not os.path.isfile(path):
+            self._not_there(function[0], path, key)
+        return f"{path}:{function[1]}"
 
     def _model(self, model: dict[str, Any]) -> None:
         text: str = model["path"]

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from lowmem_ft.recipe.adapter_section import AdapterSection
 from lowmem_ft.recipe.data_section import DataSection
+from lowmem_ft.recipe.eval_section import EvalSection
 from lowmem_ft.recipe.section import Positive, Section, SettingError, Text
 from lowmem_ft.recipe.train_section import MemorySection, TrainSection
 
@@ -86,19 +87,6 @@ class CheckpointSection(Section):
     resume: Annotated[Text | None, Field(examples=["auto"])] = None
     """Go on from a checkpoint: `auto` from the newest whole one in the output folder, and from the start where there is
     none; or the folder of one. Left out: a new run, in a folder of its own."""
-
-
-class EvalSection(Section):
-    """Looking at held-out examples. Needs `data.eval`."""
-
-    every_steps: Annotated[Positive | None, Field(examples=[100])] = None
-    """Evaluation loss each so many steps; left out, before and after the run."""
-
-    generate: Annotated[int, Field(ge=0)] = 0
-    """So many held-out prompts are answered by greedy generation before and after, and compared with the reference."""
-
-    max_new_tokens: Positive = 256
-    """Longest generated answer."""
 
 
 class Recipe(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lowmem_ft.data.audit import Audit
@@ -13,7 +13,7 @@ from lowmem_ft.model.kbit import PreparationReport
 from lowmem_ft.model.load import BytesByPart
 from lowmem_ft.recipe.schema import Recipe
 from lowmem_ft.report.progress import Display
-from lowmem_ft.report.summary import adapter_line, batch_line, data_line, model_line
+from lowmem_ft.report.summary import adapter_line, batch_line, data_line, model_line, score_row
 from lowmem_ft.units import format_bytes
 
 
@@ -59,7 +59,7 @@ def print_end(
     run: Path,
     kept: Sequence[tuple[str, Path]],
     losses: Sequence[float],
-    exact: Sequence[float],
+    scores: Mapping[str, Sequence[float]],
     prompts: int,
     meter: MemoryMeter,
 ) -> None:
@@ -70,15 +70,14 @@ def print_end(
         run: the run folder.
         kept: name and place of what was kept; what does not exist is left out.
         losses: held-out loss of each evaluation, in order.
-        exact: share of exact answers, before and after.
+        scores: mean of each metric of generated answers, in order.
         prompts: how many were answered.
         meter: peaks of the phases.
     """
     rows = [(name, str(path)) for name, path in kept if path.exists()]
     if len(losses) > 1:
         rows.append(("held-out loss", f"{losses[0]:.4f} before, {losses[-1]:.4f} after"))
-    if len(exact) > 1:
-        rows.append(("exact answers", f"{exact[0]:.0%} before, {exact[-1]:.0%} after, of {prompts} held-out prompts"))
+    rows += [score_row(name, means, prompts) for name, means in scores.items() if len(means) > 1]
     peaks = ", ".join(f"{p.phase} {format_bytes(p.device_bytes or p.rss_bytes)}" for p in meter.phases)
     kind = "on the GPU" if meter.device.type == "cuda" else "of the process"
     rows.append((f"peak memory {kind}", f"{format_bytes(meter.peak_bytes())} ({peaks})"))

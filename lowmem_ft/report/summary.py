@@ -67,3 +67,16 @@ def batch_line(batch: Batch) -> str:
         f"{batch.examples} examples a step = {per_row} in a micro-batch (at most {batch.micro_batch_tokens:,} tokens, "
         f"{filled}) x {accumulation} accumulated, on average; {batch.steps:,} steps, {batch.epochs:.2f} epochs"
     )
+
+
+def score_row(name: str, means: Sequence[float], prompts: int) -> tuple[str, str]:
+    """A metric before and after, for the block at the end.
+
+    Args:
+        name: of the metric.
+        means: at each generation, in order.
+        prompts: how many were answered.
+    """
+    if name == "exact_match":
+        return "exact answers", f"{means[0]:.0%} before, {means[-1]:.0%} after, of {prompts} held-out prompts"
+    return name, f"{means[0]:.4g} before, {means[-1]:.4g} after, on {prompts} held-out prompts"

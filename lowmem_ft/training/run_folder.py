@@ -20,7 +20,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -228,9 +228,14 @@ class RunFolder:
             what = f"{', '.join(self._waiting)} could not be written whole: the disk was full"
             raise ExportError(Problem(str(self.path), what, "Make room there, then: lowmem-ft resume RUN"))
 
-    def record_answers(self, step: int, answers: Sequence[Answer]) -> None:
-        """Write the generated answers of an evaluation to answers-STEP.jsonl."""
-        lines = [json.dumps({**asdict(answer), "exact": answer.exact}) + "\n" for answer in answers]
+    def record_answers(
+        self, step: int, answers: Sequence[Answer], scores: Sequence[Mapping[str, float | None]]
+    ) -> None:
+        """Write the generated answers of an evaluation, and the scores of each, to answers-STEP.jsonl."""
+        lines = [
+            json.dumps({**asdict(answer), "exact": answer.exact, "scores": dict(own)}) + "\n"
+            for answer, own in zip(answers, scores, strict=True)
+        ]
         (self.path / f"answers-{step:06d}.jsonl").unlink(missing_ok=True)
         self._write(f"answers-{step:06d}.jsonl", "".join(lines))
 

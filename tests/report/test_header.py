@@ -54,11 +54,14 @@ def test_the_end_says_what_came_of_it_and_what_to_type_next(tmp_path: Path) -> N
     out = io.StringIO()
     meter = MemoryMeter(torch.device("cpu"), [PhasePeak("load", 2**30, 0), PhasePeak("training", 2**40, 0)])
     kept = [("adapter", tmp_path), ("checkpoints", tmp_path / "none")]
-    print_end(Display(Console(file=out)), Path("runs/x"), kept, [2.5, 1.0, 0.5], [0.0, 0.96], 50, meter)
+    scores = {"exact_match": [0.0, 0.96], "rouge_l": [0.125, 0.3, 0.98765], "late": [0.5]}
+    print_end(Display(Console(file=out)), Path("runs/x"), kept, [2.5, 1.0, 0.5], scores, 50, meter)
     text = out.getvalue()
     assert f"adapter                     {tmp_path}" in text
     assert "checkpoints" not in text
     assert "2.5000 before, 0.5000 after" in text
     assert "0% before, 96% after, of 50 held-out prompts" in text
+    assert "0.125 before, 0.9877 after, on 50 held-out prompts" in text
+    assert "late" not in text
     assert "1.00 TiB (load 1.00 GiB, training 1.00 TiB)" in text
     assert text.rstrip().endswith('lowmem-ft generate runs/x "your prompt"')

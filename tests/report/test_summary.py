@@ -8,7 +8,7 @@ from lowmem_ft.data.audit import Audit, SplitAudit
 from lowmem_ft.data.batches import Batch
 from lowmem_ft.model.adapters import AdapterReport
 from lowmem_ft.model.targets import TargetMatch
-from lowmem_ft.report.summary import adapter_line, batch_line, data_line, model_line
+from lowmem_ft.report.summary import adapter_line, batch_line, data_line, model_line, score_row
 
 MIB = 2**20
 
@@ -60,3 +60,9 @@ def test_a_step_is_micro_batches_times_accumulation() -> None:
     assert "(at most 1,024 tokens, filled up to a multiple of 64)" in batch_line(
         Batch(16, 2.5, 1024, 57, 1.0, 64, None)
     )
+
+
+def test_exact_answers_are_a_share_and_other_metrics_a_number() -> None:
+    row = score_row("exact_match", [0.0, 0.5, 0.96], 50)
+    assert row == ("exact answers", "0% before, 96% after, of 50 held-out prompts")
+    assert score_row("mine", [-12.5, 0.33333], 5) == ("mine", "-12.5 before, 0.3333 after, on 5 held-out prompts")

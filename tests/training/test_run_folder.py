@@ -70,7 +70,7 @@ def test_memory_and_answers_are_written(tmp_path: Path) -> None:
     run = _create(tmp_path / "a")
     run.record_memory([PhasePeak("load", 5, 0)])
     assert json.loads((run.path / "memory.jsonl").read_text()) == {"phase": "load", "rss_bytes": 5, "device_bytes": 0}
-    run.record_answers(12, [Answer("p", "r", "r", True)])
+    run.record_answers(12, [Answer("p", "r", "r", True)], [{"exact_match": 1.0, "mine": None}])
     assert json.loads((run.path / "answers-000012.jsonl").read_text())["exact"] is True
 
 
