@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def test_ids_are_those_of_training() -> None:
 
 
 def test_without_a_template_what_a_user_says_is_text() -> None:
-    tokenizer = with_template("regex", "chatml")
+    tokenizer = copy.deepcopy(with_template("regex", "chatml"))
     tokenizer.chat_template = None
     encoder = make_encoder(tokenizer, template=None, max_tokens=100)
     assert encoder.decode(user_prompts(["hello"], "here", "be kind")[0].ids(encoder)) == "be kind\nhello"
