@@ -1,6 +1,7 @@
 """Holds the layout: which part may import which, what starts fast, how long things are, and that all have tests.
 
-Imports go one way: errors, units <- recipe <- memory <- model, data <- training, export, report <- train <- cli.
+Imports go one way: errors, units <- recipe <- memory <- model, data <- training, export, report <- train <- commands
+<- cli. Each row of the table below stands on those above it.
 Everything is read from the source with `ast`; nothing is imported, so a heavy library costs nothing here.
 """
 
@@ -27,6 +28,7 @@ TABLE = [
     ["model", "data"],
     ["training", "export", "report"],
     ["train"],
+    ["commands"],
     ["cli"],
     ["__init__"],
 ]
@@ -40,7 +42,7 @@ MEMORY_ABOVE_MECHANISMS = {"measure", "estimate", "plan", "recover"}
 MEMORY_BELOW_MECHANISMS = {"blocks", "products", "linears", "replay", "segments", "selective"}
 
 # `plan` and `check` must start fast, and a recipe error must end the program before torch is imported.
-STARTS_FAST = ["__init__", "cli", "train", "errors", "units", "recipe"]
+STARTS_FAST = ["__init__", "cli", "commands", "train", "errors", "units", "recipe"]
 HEAVY = {"accelerate", "bitsandbytes", "datasets", "peft", "torch", "transformers"}
 
 MOST_MODULE_LINES = 400
