@@ -159,22 +159,24 @@ def learn(
         if owed and done == 0:
             saver.evaluate(0, lambda: examiner.examine(model, 0))
         elif owed:
-            saver.end_step(done, lambda: examiner.loss(model, done))
+            saver.end_step(done, examiner.due(model, done))
 
     with ready.meter.phase("training"), display.steps(order.steps) as bar:
         for step in range(done + 1, order.steps + 1):
+            if saver.best.why_stop():
+                break
             rows = setup.rows_of_step(recipe, data.train, order, step, accelerator, prepared.packed)
             result = train_step(accelerator, model, optimizer, schedule, rows, step, recipe.train.max_grad_norm)
             bar.show(run.record_step(result, order, ready.meter, watch.look(result, display)))
             watch.stop_if_lost(step, saver.last_checkpoint)
-            due = setup.is_due(recipe.eval.every_steps, step)
-            saver.end_step(step, partial(examiner.loss, model, step) if due else None)
+            saver.end_step(step, examiner.due(model, step))
+            done = step
 
     run.save_adapter(prepared.model, ready.tokenizer, ready.encoder.template_text)
     with ready.meter.phase("evaluation after"):
-        saver.evaluate(order.steps, lambda: examiner.examine(model, order.steps))
+        saver.evaluate(done, lambda: examiner.examine(model, done))
     run.record_memory(ready.meter.phases)
-    for line in watch.lines():
+    for line in (*watch.lines(), *saver.end_lines(done, order.steps)):
         display.line(line)
     print_end(display, run.path, run.kept(), examiner.losses, examiner.scores, len(ready.exam.examples), ready.meter)
 

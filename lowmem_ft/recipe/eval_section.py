@@ -25,8 +25,16 @@ class EvalSection(Section):
     every_steps: Annotated[Positive | None, Field(examples=[100])] = None
     """Evaluation loss each so many steps; left out, before and after the run."""
 
+    patience: Annotated[Positive | None, Field(examples=[3])] = None
+    """Stop early: after so many evaluations in a row that were not better than the best one before them.
+
+    Better by what `checkpoint.save_best` names, by `loss` where it is left out. The run ends as at its last step."""
+
     generate: Annotated[int, Field(ge=0)] = 0
     """So many held-out prompts are answered by greedy generation before and after, and compared with the reference."""
+
+    generate_every_steps: Annotated[Positive | None, Field(examples=[100])] = None
+    """They are also answered each so many steps."""
 
     max_new_tokens: Positive = 256
     """Longest generated answer."""
@@ -45,6 +53,16 @@ class EvalSection(Section):
 
     samples: Annotated[int, Field(ge=0)] = 1
     """So many of the generated answers are shown beside their reference; all are in answers-STEP.jsonl."""
+
+    @model_validator(mode="after")
+    def _something_is_generated(self) -> EvalSection:
+        if self.generate_every_steps and not self.generate:
+            raise SettingError(
+                ("eval.generate_every_steps", "eval.generate"),
+                "nothing is generated: eval.generate is 0",
+                "Write generate: 100, or remove generate_every_steps",
+            )
+        return self
 
     @model_validator(mode="after")
     def _metrics_have_names(self) -> EvalSection:

@@ -11,9 +11,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from lowmem_ft.errors import nearest
 from lowmem_ft.recipe.adapter_section import AdapterSection
 from lowmem_ft.recipe.data_section import DataSection
-from lowmem_ft.recipe.eval_section import EvalSection
+from lowmem_ft.recipe.eval_section import LOSS, EvalSection, metric_name
 from lowmem_ft.recipe.section import Positive, Section, SettingError, Text
 from lowmem_ft.recipe.train_section import MemorySection, TrainSection
 
@@ -81,8 +82,9 @@ class CheckpointSection(Section):
     keep: Positive = 2
     """How many of the newest checkpoints stay, the best one of `save_best` beside them."""
 
-    save_best: Annotated[Literal["loss"] | None, Field(examples=["loss"])] = None
-    """Also save a checkpoint, and keep it, whenever the held-out `loss` of `eval.every_steps` is the lowest so far."""
+    save_best: Annotated[Text | None, Field(examples=["loss"])] = None
+    """Also save a checkpoint, and keep it, whenever an evaluation is the best so far: by the held-out `loss` of
+    `eval.every_steps`, the lowest; or by a metric of `eval.metrics` at `eval.generate_every_steps`, the highest."""
 
     resume: Annotated[Text | None, Field(examples=["auto"])] = None
     """Go on from a checkpoint: `auto` from the newest whole one in the output folder, and from the start where there is
@@ -132,11 +134,23 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _best_is_looked_for(self) -> Recipe:
-        if self.checkpoint.save_best and not self.eval.every_steps:
+        by, key = self.checkpoint.save_best, "checkpoint.save_best"
+        if by is None and self.eval.patience:
+            by, key = LOSS, "eval.patience"
+        if by is None:
+            return self
+        names = [metric_name(text) for text in self.eval.metrics]
+        every = "eval.every_steps" if by == LOSS else "eval.generate_every_steps"
+        if by != LOSS and by not in names:
+            close = nearest(by, [LOSS, *names])
+            instead = f"Write save_best: {close}" if close else f"There are {', '.join([LOSS, *names])}"
+            raise SettingError((key, "eval.metrics"), f'"{by}" is not measured by eval.metrics', instead)
+        if not (self.eval.every_steps if by == LOSS else self.eval.generate_every_steps):
+            section = "{every_steps: 100}" if by == LOSS else "{generate: 100, generate_every_steps: 100}"
             raise SettingError(
-                ("checkpoint.save_best", "eval.every_steps"),
-                "the best checkpoint is known by evaluations on the way, and eval.every_steps is not given",
-                "Write eval: {every_steps: 100}, or remove save_best",
+                (key, every),
+                f"the best {by} is known by evaluations on the way, and {every} is not given",
+                f"Write eval: {section}, or remove {key.rpartition('.')[2]}",
             )
         return self
 

@@ -68,15 +68,15 @@ class Checkpoints:
         return path
 
     def best(self) -> dict[str, Any] | None:
-        """`step` and `loss` of the best checkpoint so far, or None."""
+        """`step` of the best checkpoint so far, and `value` of what it is the best `by`; or None."""
         try:
             found = json.loads((self.folder / BEST).read_text(encoding="utf-8"))
-            return {"step": int(found["step"]), "loss": float(found["loss"])}
+            return {"step": int(found["step"]), "by": str(found["by"]), "value": float(found["value"])}
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def mark_best(self, best: Mapping[str, Any] | None) -> None:
-        """Remember which checkpoint is the best one: its `step` and `loss`, or None."""
+        """Remember which checkpoint is the best one: see `best`."""
         if best is None:
             (self.folder / BEST).unlink(missing_ok=True)
         else:

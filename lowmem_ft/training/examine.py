@@ -13,11 +13,12 @@ from lowmem_ft.data.dataset import Split, read_some
 from lowmem_ft.data.formats import Example
 from lowmem_ft.data.template import Encoder
 from lowmem_ft.model.generate import Answer, generate_answers
+from lowmem_ft.recipe.eval_section import LOSS
 from lowmem_ft.recipe.schema import Recipe
 from lowmem_ft.training.evaluate import evaluate_loss
 from lowmem_ft.training.metrics import Metric, make_metrics, score_answers, try_metrics
 from lowmem_ft.training.reporter import Reporter
-from lowmem_ft.training.setup import PreparedModel, held_out_rows
+from lowmem_ft.training.setup import PreparedModel, held_out_rows, is_due
 
 SHOWN_CHARACTERS = 240
 
@@ -93,11 +94,21 @@ class Examiner:
     last_step: int = -1
     last_answers: int = -1
 
-    def examine(self, model: nn.Module, step: int) -> None:
-        """Loss and answers."""
-        self.loss(model, step)
-        if self.exam.examples and step != self.last_answers:
-            self._generate(step)
+    def examine(self, model: nn.Module, step: int) -> dict[str, float]:
+        """Loss and answers. Returns `loss` and the mean of each metric, without what this step is known by already."""
+        return {**self._loss(model, step), **self._answers(step)}
+
+    def due(self, model: nn.Module, step: int) -> Callable[[], dict[str, float]] | None:
+        """What is to be looked at after a step on the way, or None."""
+        schedule = self.recipe.eval
+        looks: list[Callable[[], dict[str, float]]] = []
+        if is_due(schedule.every_steps, step):
+            looks.append(lambda: self._loss(model, step))
+        if is_due(schedule.generate_every_steps, step):
+            looks.append(lambda: self._answers(step))
+        if not looks:
+            return None
+        return lambda: {name: value for look in looks for name, value in look().items()}
 
     def state(self) -> dict[str, Any]:
         """What came of the evaluations so far."""
@@ -111,10 +122,9 @@ class Examiner:
         self.scores = {name: list(values) for name, values in state["scores"].items()}
         self.last_step, self.last_answers = state["last_step"], state["last_answers"]
 
-    def loss(self, model: nn.Module, step: int) -> float | None:
-        """Loss over all held-out examples; None where there are none, or it is known."""
+    def _loss(self, model: nn.Module, step: int) -> dict[str, float]:
         if self.held_out is None or step == self.last_step:
-            return None
+            return {}
         rows = held_out_rows(self.recipe, self.held_out, self.prepared.packed)
         with self.reporter.working(f"held-out loss at step {step}") as work, self.accelerator.autocast():
             result = evaluate_loss(model, rows, self.accelerator.device)
@@ -129,9 +139,11 @@ class Examiner:
             eval_perplexity=result.perplexity,
             eval_trained_tokens=result.trained_tokens,
         )
-        return result.loss
+        return {LOSS: result.loss}
 
-    def _generate(self, step: int) -> None:
+    def _answers(self, step: int) -> dict[str, float]:
+        if not self.exam.examples or step == self.last_answers:
+            return {}
         settings, examples = self.recipe.eval, self.exam.examples
         name = "base model" if step == 0 else "trained model"
         most = None if settings.generate_tokens == "auto" else settings.generate_tokens
@@ -158,6 +170,7 @@ class Examiner:
             self.scores.setdefault(metric, []).append(mean)
         self.records.record(step=step, **scores.means, prompts=len(answers))
         self.records.record_answers(step, answers, scores.each)
+        return dict(scores.means)
 
 
 def sample_lines(answers: Sequence[Answer]) -> list[str]:

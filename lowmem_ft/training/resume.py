@@ -21,6 +21,12 @@ HARMLESS = (
 )
 """Settings and sections that cannot alter what is learned: they may change between a checkpoint and its resumption."""
 
+DECIDING = (
+    *("eval.patience", "eval.every_steps", "eval.generate", "eval.generate_every_steps", "eval.max_new_tokens"),
+    *("eval.metrics", "data.eval", "checkpoint.save_best"),
+)
+"""With `eval.patience` these decide when the run ends, and are not harmless."""
+
 PLACES = ("model.path", "model.revision", "data.train", "data.template")
 """Settings that say where something is. What is there is compared, so it may have moved."""
 
@@ -85,9 +91,12 @@ def find_past(
         what = f"has layout {past.state.get('layout')}, and this version reads layout {LAYOUT}"
         raise CheckpointError(Problem(str(path), what, "Resume with the version of lowmem_ft that wrote it"))
     changes = changed_settings(past.state["recipe"], recipe.model_dump(mode="json"))
-    _refuse(path, [line for key, line in changes if not _within(key, (*HARMLESS, *PLACES))], accept_changes, reporter)
+    stops_early = recipe.eval.patience or past.state["recipe"]["eval"].get("patience")
+    decides = [key for key, _ in changes if stops_early and _within(key, DECIDING)]
+    harmful = [line for key, line in changes if key in decides or not _within(key, (*HARMLESS, *PLACES))]
+    _refuse(path, harmful, accept_changes, reporter)
     for key, line in changes:
-        if _within(key, HARMLESS) and not _within(key, ("name", "output", "checkpoint")):
+        if key not in decides and _within(key, HARMLESS) and not _within(key, ("name", "output", "checkpoint")):
             reporter.line(f"changed since the checkpoint, without effect on what is learned: {line}")
     return past
 

@@ -1,4 +1,4 @@
-"""When the state of a run is saved, and by what: a schedule, a better held-out loss, a signal, the time limit."""
+"""When the state of a run is saved, and by what: a schedule, a better evaluation, a signal, the time limit."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_ft.errors import CheckpointError, Stopped
+from lowmem_ft.recipe.eval_section import LOSS
 from lowmem_ft.recipe.schema import Recipe
+from lowmem_ft.training.best import BestSoFar, is_better
 from lowmem_ft.training.checkpoint import Checkpoints
 from lowmem_ft.training.reporter import Reporter
 from lowmem_ft.training.resume import LAYOUT, Past, check_same_inputs, library_versions
 from lowmem_ft.training.run_folder import RunFolder
 from lowmem_ft.training.signals import StopRequests
 from lowmem_ft.training.state import Live
+
+Evaluation = Callable[[], Mapping[str, float]]
+"""Returns what it measured: `loss` and metrics by name; nothing where all is known already."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,9 @@ class Saver:
         stop: who asks for it.
         digests: of model and data.
         reporter: gets a line for each checkpoint beyond the schedule.
+
+    Attributes:
+        best: the best evaluation so far; joins the parts of `live`.
     """
 
     def __init__(
@@ -61,6 +69,8 @@ class Saver:
     ) -> None:
         self.recipe, self.run, self.live, self.stop, self.reporter = recipe, run, live, stop, reporter
         self.checkpoints: Checkpoints = run.store
+        self.best = BestSoFar(recipe.checkpoint.save_best or LOSS, recipe.eval.patience)
+        live.parts = {**live.parts, "best": self.best}
         self._digests, self._recipe = dict(digests), recipe.model_dump(mode="json")
         # until one was written: 100 MB a second
         stop.save_seconds = max(stop.save_seconds, live.needed_bytes() / 1e8)
@@ -88,12 +98,12 @@ class Saver:
         self.reporter.line(f"going on after step {past.step}, from {past.checkpoint}")
         return past.step, bool(past.state["evaluation_owed"])
 
-    def evaluate(self, step: int, evaluation: Callable[[], float | None]) -> bool:
+    def evaluate(self, step: int, evaluation: Evaluation) -> bool:
         """Evaluate after a step; a stop breaks it off, and the run is saved as it was before it.
 
         Args:
             step: that was done last.
-            evaluation: returns the held-out loss, if it measured one.
+            evaluation: what to do.
 
         Returns:
             Whether it was the best so far, and saved.
@@ -104,20 +114,26 @@ class Saver:
         before = self._boundary(step)
         try:
             with self.stop.at_once():
-                loss = evaluation()
+                value = evaluation().get(self.best.by)
         except Stopped as stopped:
             raise self._leave(stopped, before, owed=True) from None
         self._step_begun = time.monotonic()
-        if loss is None or not self.recipe.checkpoint.save_best or step == 0:
+        if value is None or step == 0:
             return False
-        best = self.checkpoints.best()
-        better = {"step": step, "loss": loss}
-        if not (best is None or loss < best["loss"]) or not self._try_to_save(self._boundary(step), better):
+        self.best.look(step, value)
+        if not self.recipe.checkpoint.save_best or not is_better(self.best.by, value, self._saved_best()):
             return False
-        self.reporter.line(f"step {step}: best held-out loss so far, {loss:.4f}: {self.checkpoints.path(step)}")
+        if not self._try_to_save(self._boundary(step), {"step": step, "by": self.best.by, "value": value}):
+            return False
+        self.reporter.line(f"step {step}: best {self.best.by} so far, {value:.4f}: {self.checkpoints.path(step)}")
         return True
 
-    def end_step(self, step: int, evaluation: Callable[[], float | None] | None = None) -> None:
+    def _saved_best(self) -> float | None:
+        """What is to be beaten: an evaluation whose checkpoint could not be written is not there to stay the best."""
+        saved = self.checkpoints.best()
+        return saved["value"] if saved is not None and saved["by"] == self.best.by else None
+
+    def end_step(self, step: int, evaluation: Evaluation | None = None) -> None:
         """A step is done: evaluate and save where that is due, leave where that is asked.
 
         Args:
@@ -142,6 +158,20 @@ class Saver:
         if asked := self.stop.asked(next_seconds=self._step_estimate()):
             raise self._leave(asked, self._boundary(step), owed=False)
         self._step_begun = time.monotonic()
+
+    def end_lines(self, step: int, steps: int) -> list[str]:
+        """How the run ended, where that is not as planned, and where its best state is.
+
+        Args:
+            step: that was done last.
+            steps: that were planned.
+        """
+        best, why = self.checkpoints.best(), self.best.why_stop()
+        lines = [f"stopped early after step {step} of {steps}: {why}"] if why and step < steps else []
+        if self.recipe.checkpoint.save_best and best is not None and best["step"] < step:
+            where = self.checkpoints.path(best["step"])
+            lines.append(f"adapter/ is of step {step}; the best {best['by']}, {best['value']:.4g}, is in {where}")
+        return lines
 
     def last_checkpoint(self) -> str:
         """What to name as the way back."""

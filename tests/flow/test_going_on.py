@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState
 from lowmem_ft import cli
 from lowmem_ft.training import examine, inputs, loop, state, whole_folder
 from lowmem_ft.training.prove import compare_tensors, metrics_of
+from lowmem_ft.training.run_folder import RunFolder
 from tests.flow.recipes import RECIPE, write_run
 
 SETTINGS = ["train.steps=5", "eval.generate=2", "adapter.dropout=0.2"]
@@ -184,3 +185,27 @@ def test_changed_settings_are_refused_with_the_difference_or_accepted(
     assert "the training data is not that of the checkpoint" in capsys.readouterr().err
     assert start("resume", run, "train.lr=5e-3", "--accept-changes") == 0
     assert [line["lr"] > 1e-3 for line in metrics_of(run) if "lr" in line][:3] == [False, False, True]
+
+
+def test_a_run_stops_early_where_it_would_have_also_after_a_resume(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("def same(answer, reference):\n    return 1\n")
+    often = ["eval.generate_every_steps=1", "eval.metrics=[mine.py:same]", "eval.patience=2"]
+    more = [*often, "checkpoint.save_best=same", "checkpoint.keep=1"]
+    assert train(folder, tmp_path / "whole", *more) == 0
+    said = capsys.readouterr().out
+    assert "stopped early after step 3 of 5: 2 evaluations in a row were not better than same 1 after step 1" in said
+    assert "adapter/ is of step 3; the best same, 1, is in " in said
+    whole = metrics_of(tmp_path / "whole")
+    assert [line["step"] for line in whole if "loss" in line] == [1, 2, 3]
+    with monkeypatch.context() as patch:
+        before_call(patch, examine, "generate_answers", 3, send(signal.SIGTERM))  # that after step 2
+        assert train(folder, tmp_path / "run", *more) == 143
+    with monkeypatch.context() as patch:
+        before_call(patch, RunFolder, "save_adapter", 1, send(signal.SIGTERM))  # after the last step
+        assert start("resume", tmp_path / "run") == 143
+    assert start("resume", tmp_path / "run") == 0
+    assert same(tmp_path / "run", tmp_path / "whole")
+    best = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in best.iterdir()) == ["best.json", "step-000001", "step-000003"]

@@ -63,6 +63,12 @@ def test_the_file_of_a_metric_is_relative_to_the_recipe_and_must_be_there(
     assert "Did you mean mine.py" in problem
 
 
+def test_a_schedule_of_answers_needs_answers() -> None:
+    with pytest.raises(ValidationError) as caught:
+        EvalSection(generate_every_steps=5)
+    assert cause(caught.value).keys == ("eval.generate_every_steps", "eval.generate")
+
+
 def test_the_place_of_a_wrong_metric_is_shown(refuse: Refuse) -> None:
     (problem,) = refuse(f"{WITH_EVAL}eval:\n  generate: 2\n  metrics:\n    - contains\n    - rouge\n")
     assert problem.startswith('mine.yaml line 10: eval.metrics[1]: "rouge" is no metric')

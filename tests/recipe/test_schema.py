@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -31,6 +33,36 @@ def test_the_best_checkpoint_needs_evaluations_on_the_way() -> None:
     with pytest.raises(ValidationError) as caught:
         Recipe(model=MODEL, data=DATA, checkpoint=CheckpointSection(save_best="loss"))
     assert cause(caught.value).keys == ("checkpoint.save_best", "eval.every_steps")
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys", "says"),
+    [
+        ({"eval": {"patience": 2}}, ("eval.patience", "eval.every_steps"), "or remove patience"),
+        ({"save": "rouge_l"}, ("checkpoint.save_best", "eval.metrics"), "There are loss, contains, length"),
+        ({"save": "lenght"}, ("checkpoint.save_best", "eval.metrics"), "Write save_best: length"),
+        (
+            {"save": "contains", "eval": {"every_steps": 1, "generate": 3}},
+            ("checkpoint.save_best", "eval.generate_every_steps"),
+            "Write eval: {generate: 100, generate_every_steps: 100}",
+        ),
+    ],
+)
+def test_what_the_best_is_known_by_is_measured_on_the_way(
+    changes: dict[str, Any], keys: tuple[str, ...], says: str
+) -> None:
+    data, metrics = DataSection(train="t", eval="e"), ["contains", "a:length"]
+    evaluation = EvalSection(metrics=metrics, **changes.get("eval", {}))
+    with pytest.raises(ValidationError) as caught:
+        Recipe(model=MODEL, data=data, eval=evaluation, checkpoint=CheckpointSection(save_best=changes.get("save")))
+    assert cause(caught.value).keys == keys
+    assert says in str(caught.value)
+
+
+def test_a_metric_of_generated_answers_may_say_which_is_the_best() -> None:
+    data, best = DataSection(train="t", eval="e"), CheckpointSection(save_best="length")
+    evaluation = EvalSection(metrics=["a.py:length"], generate=2, generate_every_steps=1, patience=3)
+    assert Recipe(model=MODEL, data=data, eval=evaluation, checkpoint=best).checkpoint.save_best == "length"
 
 
 def test_exclusive_settings_exist() -> None:

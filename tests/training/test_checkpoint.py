@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,15 +35,25 @@ def test_the_newest_by_number_stay_and_others_are_not_touched(tmp_path: Path) ->
     assert [step for step, _ in store.saved()] == [100, 1_000_000]
 
 
+def test_a_clock_that_jumps_back_changes_neither_which_is_the_newest_nor_which_stay(tmp_path: Path) -> None:
+    store = Checkpoints(tmp_path, keep=2)
+    for step in range(1, 6):
+        path = store.save(step, LIVE, {})
+        for written in (path, *path.iterdir()):
+            os.utime(written, (1_000_000 - step, 1_000_000 - step))  # a later checkpoint looks older
+    assert names(store) == ["step-000004", "step-000005"]
+    assert store.newest_whole() == (store.path(5), [])
+
+
 def test_the_best_and_the_latest_always_stay(tmp_path: Path) -> None:
     store = Checkpoints(tmp_path, keep=1)
     for step in range(1, 6):
         store.save(step, LIVE, {})
         if step == 2:
-            store.mark_best({"step": 2, "loss": 0.5})
+            store.mark_best({"step": 2, "by": "loss", "value": 0.5})
     assert names(store) == ["best.json", "step-000002", "step-000005"]
-    assert store.best() == {"step": 2, "loss": 0.5}
-    store.mark_best({"step": 5, "loss": 0.4})
+    assert store.best() == {"step": 2, "by": "loss", "value": 0.5}
+    store.mark_best({"step": 5, "by": "loss", "value": 0.4})
     store.save(6, LIVE, {})
     assert names(store) == ["best.json", "step-000005", "step-000006"]
     store.mark_best(None)

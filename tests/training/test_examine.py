@@ -69,8 +69,9 @@ def _encoder() -> Encoder:
     return make_encoder(with_template("regex", "chatml"), template=None, max_tokens=128)
 
 
-def _examiner(folder: Path, said: Said, records: Records) -> tuple[Examiner, nn.Module]:
-    loaded = load_recipe(folder / "mine.yaml", ["eval.metrics=[contains, mine.py:length]", "eval.samples=2"])
+def _examiner(folder: Path, said: Said, records: Records, *more: str) -> tuple[Examiner, nn.Module]:
+    metrics = "eval.metrics=[contains, mine.py:length]"
+    loaded = load_recipe(folder / "mine.yaml", [metrics, "eval.samples=2", *more])
     recipe, encoder = loaded.recipe, _encoder()
     assert recipe.data.eval is not None
     held_out = load_split(recipe.data.eval, recipe.data, encoder, folder / "cache")
@@ -97,6 +98,20 @@ def test_loss_and_every_metric_are_written_shown_and_kept(folder: Path) -> None:
     assert examiner.scores == {"contains": [second["contains"]], "length": [second["length"]]}
     assert said.lines[1].startswith("trained model at step 4 on 3 held-out prompts: contains ")
     assert [line.split()[0] for line in said.lines[2:]] == ["prompt", "reference", "answer"] * 2
+
+
+def test_what_is_due_follows_from_the_two_schedules_and_returns_what_it_measured(folder: Path) -> None:
+    records = Records()
+    examiner, loss = _examiner(folder, Said(), records, "eval.every_steps=2", "eval.generate_every_steps=3")
+    measured = {}
+    for step in range(1, 7):
+        look = examiner.due(loss, step)
+        measured[step] = None if look is None else set(look())
+    metrics = {"contains", "length"}
+    assert measured == {1: None, 2: {"loss"}, 3: metrics, 4: {"loss"}, 5: None, 6: {"loss", *metrics}}
+    assert len(records.metrics) == 5
+    assert examiner.examine(loss, 6) == {}
+    assert set(examiner.examine(loss, 7)) == {"loss", *metrics}
 
 
 def test_a_step_is_evaluated_once_also_after_a_resume(folder: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from lowmem_ft.errors import CheckpointError
 from lowmem_ft.recipe.data_section import DataSection
-from lowmem_ft.recipe.schema import CheckpointSection, ModelSection, Recipe
+from lowmem_ft.recipe.schema import CheckpointSection, EvalSection, ModelSection, Recipe
 from lowmem_ft.recipe.train_section import MemorySection, TrainSection
 from lowmem_ft.training import resume
 from lowmem_ft.training.checkpoint import Checkpoints
@@ -108,6 +108,26 @@ def test_what_alters_what_is_learned_is_shown_and_refused_or_accepted(
     assert said.lines == [f"changed since the checkpoint, and accepted: {line}"]
 
 
+def test_when_a_run_may_stop_early_what_decides_that_may_not_change(
+    store: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = {"data": DataSection(train="t", eval="e"), "eval": EvalSection(every_steps=5)}
+    assert find_past(recipe(**changes), store, Silent()) is not None
+    changes["eval"] = EvalSection(every_steps=5, patience=2)
+    with pytest.raises(CheckpointError) as error:
+        find_past(recipe(**changes), store, Silent())
+    assert [text in str(error.value) for text in ("eval.patience: null -> 2", "eval.every_steps", "data.eval")] == [
+        True
+    ] * 3
+    state = {"recipe": recipe(**changes).model_dump(mode="json"), "step": 3, "layout": LAYOUT}
+    monkeypatch.setattr(resume, "read_state", lambda path: state)
+    changes["eval"] = EvalSection(every_steps=5, patience=2, samples=0, generate_tokens=9)
+    assert find_past(recipe(**changes), store, Silent()) is not None
+    changes["eval"] = EvalSection(every_steps=5)
+    with pytest.raises(CheckpointError, match=r"eval\.patience: 2 -> null"):
+        find_past(recipe(**changes), store, Silent())
+
+
 def test_another_model_or_other_data_is_refused_and_other_versions_are_said() -> None:
     saved = {"digests": {"base model": "a", "training data": "b"}, "versions": {**library_versions(), "torch": "1.0"}}
     past, said = Past(Path("step-000002"), saved), Silent()
@@ -126,7 +146,7 @@ def test_settings_that_came_or_went_are_changes() -> None:
 
 def test_every_harmless_setting_is_one_that_exists() -> None:
     known = recipe().model_dump()
-    for name in (*resume.HARMLESS, *resume.PLACES):
+    for name in (*resume.HARMLESS, *resume.PLACES, *resume.DECIDING):
         value: Any = known
         for part in name.split("."):
             assert part in value, name
