@@ -39,7 +39,7 @@ MEMORY_ABOVE_MECHANISMS = {"measure", "estimate", "plan", "recover"}
 
 # What most mechanisms ask: where the blocks of a model are, so that each can be applied to any model by one call; in
 # which type the processor multiplies; and what a linear layer consists of. The last three are parts of recompute.
-MEMORY_BELOW_MECHANISMS = {"blocks", "products", "linears", "replay", "segments", "selective"}
+MEMORY_BELOW_MECHANISMS = {"blocks", "products", "linears", "plain_attention", "replay", "segments", "selective"}
 
 # `plan` and `check` must start fast, and a recipe error must end the program before torch is imported.
 STARTS_FAST = ["__init__", "cli", "commands", "train", "errors", "units", "recipe"]

@@ -12,8 +12,7 @@ Outside `packed_examples` the model attends as with transformers' `sdpa`: paddin
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,7 +25,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lowmem_ft.errors import ModelError, Problem
-from lowmem_ft.memory.products import HALVES, in_given_types, product_dtype, widen
+from lowmem_ft.memory.plain_attention import plain_attention
+from lowmem_ft.memory.products import in_given_types, widen
 
 NAME = "lowmem_packed"
 
@@ -36,12 +36,6 @@ PLAIN_MOST_TOKENS = 384
 Forward and backward of 9 query and 3 key heads of 64 in bf16 on 2 cores (AMD EPYC with AVX512-BF16, torch 2.13,
 2026-11-30), fused kernel / plain product: 1.9 / 0.5 ms at 105 tokens, 3.9 / 4.1 at 256, 7.7 / 5.3 at 384,
 29.6 / 61.7 at 1,024. The probabilities it keeps are `heads * L * L` elements, small beside a block's other activations.
-"""
-
-PLAIN_MULTIPLE = 32
-"""Lengths are filled up to a multiple of this for the plain product, so that few shapes occur.
-
-For 16-bit products on CPU, torch's oneDNN keeps up to 1.4 MB for each shape it has seen (torch 2.13).
 """
 
 _lengths: ContextVar[tuple[int, ...] | None] = ContextVar("lowmem_packed_lengths", default=None)
@@ -58,6 +52,11 @@ class ExampleMask:
 
     lengths: tuple[int, ...]
     masks: tuple[Tensor | None, ...]
+
+    @property
+    def parts(self) -> list[tuple[int, Tensor | None]]:
+        """Length and mask of each example."""
+        return list(zip(self.lengths, self.masks, strict=True))
 
 
 @contextmanager
@@ -172,13 +171,7 @@ def packed_attention(
             raise ModelError(problem)
     query, key, value = _common_dtype(query, key, value)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    outputs: list[Tensor] = []
-    start = 0
-    for length, mask in zip(attention_mask.lengths, attention_mask.masks, strict=True):
-        part = slice(start, start + length)
-        start += length
-        outputs.append(_attend(query[0, :, part], key[0, :, part], value[0, :, part], mask, scale, dropout))
-    return torch.cat(outputs, dim=0).unsqueeze(0), None
+    return _attend_row(query[0], key[0], value[0], attention_mask, scale, dropout).unsqueeze(0), None
 
 
 def _common_dtype(*tensors: Tensor) -> list[Tensor]:
@@ -191,17 +184,22 @@ def _common_dtype(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(dtype) for tensor in tensors]
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
-    """Attention of one example: query (heads, L, D), key and value (key heads, L, D) to (L, heads, D)."""
-    short = query.shape[1] <= PLAIN_MOST_TOKENS
-    if query.device.type == "cpu" and short and mask is None and dropout == 0.0:
-        length = query.shape[1]
-        # later positions are never attended, so filling up changes nothing before them
-        narrow = product_dtype(query.dtype, query.device) in HALVES
-        filler = (0, 0, 0, -length % PLAIN_MULTIPLE if narrow else 0)
-        query, key, value = (nn.functional.pad(tensor, filler) for tensor in (query, key, value))
-        return _plain_attention(query, key, value, scale)[:, :length].transpose(0, 1)
-    return _fused_attention(widen(query), widen(key), widen(value), mask, scale, dropout).to(query.dtype)
+def _attend_row(query: Tensor, key: Tensor, value: Tensor, mask: ExampleMask, scale: float, dropout: float) -> Tensor:
+    """Each example by the faster kernel: query (heads, S, D), key and value (key heads, S, D) to (S, heads, D)."""
+    on_cpu = query.device.type == "cpu" and dropout == 0.0
+    plain = [on_cpu and length <= PLAIN_MOST_TOKENS and own is None for length, own in mask.parts]
+    if all(plain):
+        return plain_attention(query, key, value, mask.lengths, scale)
+    outputs: list[Tensor] = []
+    start = 0
+    for (length, own), is_plain in zip(mask.parts, plain, strict=True):
+        q, k, v = (tensor[:, start : start + length] for tensor in (query, key, value))
+        start += length
+        if is_plain:
+            outputs.append(plain_attention(q, k, v, (length,), scale))
+        else:
+            outputs.append(_fused_attention(widen(q), widen(k), widen(v), own, scale, dropout).to(query.dtype))
+    return torch.cat(outputs, dim=0)
 
 
 @in_given_types
@@ -220,45 +218,3 @@ def _fused_attention(
         scale=scale,
     )
     return out[0].transpose(0, 1)
-
-
-class _PlainAttention(torch.autograd.Function):
-    """Causal attention by plain products, the query heads of one key head in one matrix; softmax in fp32."""
-
-    @staticmethod
-    @in_given_types
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        heads, length, width = query.shape
-        key_heads = key.shape[0]
-        grouped = query.reshape(key_heads, -1, width)  # (key heads, groups * L, D)
-        wide = widen(grouped)
-        exact = wide.dtype.itemsize > 2  # the factor goes to the smaller operand where that has the digits for it
-        future = wide.new_full((length, length), -math.inf).triu_(1).repeat(heads // key_heads, 1)
-        scores = torch.baddbmm(future, wide * scale if exact else wide, widen(key).transpose(1, 2))
-        # nothing is changed in place that a product gave: selective recompute may keep it
-        weights = (scores if exact else scores.float().mul_(scale)).softmax(-1).to(query.dtype)
-        ctx.save_for_backward(grouped, key, value, weights)
-        ctx.scale = scale
-        return torch.bmm(widen(weights), widen(value)).to(query.dtype).view(heads, length, width)
-
-    @staticmethod
-    @in_given_types
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        grouped, key, value, weights = ctx.saved_tensors
-        (grad,) = grad_outputs
-        dtype = grouped.dtype
-        wide = product_dtype(dtype, grouped.device)
-        grad_grouped = grad.reshape(grouped.shape).to(wide)
-        weights = weights.to(wide)
-        grad_value = torch.bmm(weights.transpose(1, 2), grad_grouped).to(dtype)
-        grad_weights = torch.bmm(grad_grouped, value.to(wide).transpose(1, 2)).float()
-        weights = weights.float()
-        # d softmax: w * (g - sum(w * g))
-        inner = (grad_weights * weights).sum(-1, keepdim=True)
-        grad_scores = grad_weights.sub_(inner).mul_(weights).mul_(ctx.scale).to(wide)
-        grad_query = torch.bmm(grad_scores, key.to(wide)).view(grad.shape).to(dtype)
-        grad_key = torch.bmm(grad_scores.transpose(1, 2), grouped.to(wide)).to(dtype)
-        return grad_query, grad_key, grad_value, None
-
-
-_plain_attention: Callable[[Tensor, Tensor, Tensor, float], Tensor] = _PlainAttention.apply

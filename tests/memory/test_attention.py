@@ -65,29 +65,6 @@ def test_a_window_shorter_than_an_example_is_kept_and_changes_the_result() -> No
     assert not torch.allclose(outputs[0][:, 20:24], outputs[1][:, 20:24], atol=1e-4)
 
 
-def test_gradients_of_the_plain_product_equal_those_of_the_fused_kernel() -> None:
-    torch.manual_seed(3)
-    query = torch.randn(6, 17, 16, dtype=torch.float64)
-    key, value = torch.randn(2, 2, 17, 16, dtype=torch.float64)
-    target = torch.randn(17, 6, 16, dtype=torch.float64)
-
-    def gradients(most: int) -> list[Tensor]:
-        inputs = [t.clone().requires_grad_() for t in (query, key, value)]
-        before, attention.PLAIN_MOST_TOKENS = attention.PLAIN_MOST_TOKENS, most
-        try:
-            out = attention._attend(*inputs, None, 0.25, 0.0)
-        finally:
-            attention.PLAIN_MOST_TOKENS = before
-        (out * target).sum().backward()
-        return [out.detach(), *(t.grad for t in inputs if t.grad is not None)]
-
-    plain, fused = gradients(1000), gradients(0)
-    assert len(plain) == len(fused) == 4
-    for ours, reference in zip(plain, fused, strict=True):
-        # the softmax of the plain product is in fp32
-        torch.testing.assert_close(ours, reference, atol=2e-6, rtol=1e-5)
-
-
 def test_dropout_on_attention_weights_goes_to_the_kernel_that_knows_it() -> None:
     query = torch.randn(1, 4, 9, 16)
     mask = attention.ExampleMask((4, 5), (None, None))
@@ -153,30 +130,17 @@ def test_scores_that_packed_attention_cannot_compute_are_an_error() -> None:
         packed_attention(nn.Identity(), query, query, query, mask, softcap=50.0)
 
 
-def test_short_types_are_filled_up_to_few_shapes_and_fp32_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[torch.dtype, int]] = []
-
-    def watched(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        seen.append((query.dtype, query.shape[1]))
-        return torch.zeros_like(query)
-
-    monkeypatch.setattr(attention, "_plain_attention", watched)
-    monkeypatch.setattr(products, "cpu_multiplies_in_16_bits", lambda: True)
-    for dtype in (torch.bfloat16, torch.float32):
-        for length in (1, 31, 33, 64):
-            query = torch.randn(4, length, 16, dtype=dtype)
-            assert attention._attend(query, query, query, None, 1.0, 0.0).shape == (length, 4, 16)
-    assert [length for dtype, length in seen if dtype == torch.bfloat16] == [32, 32, 64, 64]
-    assert [length for dtype, length in seen if dtype == torch.float32] == [1, 31, 33, 64]
-
-
-def test_filling_up_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "cpu_multiplies_in_16_bits", lambda: True)
-    torch.manual_seed(0)
-    query = torch.randn(4, 19, 16, dtype=torch.bfloat16)
-    filled = attention._attend(query, query, query, None, 0.25, 0.0)
-    plain = attention._plain_attention(query, query, query, 0.25).transpose(0, 1)
-    assert torch.equal(filled, plain)
+def test_a_row_of_short_and_long_examples_goes_to_both_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    query, key, value = (torch.randn(1, heads, 37, 16) for heads in (6, 2, 2))
+    mask = attention.ExampleMask(LENGTHS, (None,) * 4)
+    results = []
+    for most in (0, 10, 1000):
+        monkeypatch.setattr(attention, "PLAIN_MOST_TOKENS", most)
+        results.append(packed_attention(nn.Identity(), query, key, value, mask)[0])
+    # fp32 sums in another order
+    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(results[2], results[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("most", [0, 1000], ids=["fused", "plain"])
@@ -185,14 +149,15 @@ def test_widened_products_give_the_result_and_gradients_of_16_bit_ones(
 ) -> None:
     monkeypatch.setattr(attention, "PLAIN_MOST_TOKENS", most)
     torch.manual_seed(3)
-    values = [torch.randn(heads, 33, 16).bfloat16() for heads in (6, 2, 2)]
-    target = torch.randn(33, 6, 16)
+    values = [torch.randn(1, heads, 33, 16).bfloat16() for heads in (6, 2, 2)]
+    target = torch.randn(1, 33, 6, 16)
+    mask = attention.ExampleMask((33,), (None,))
     results = []
     for dtype, able in ((torch.float64, True), (torch.bfloat16, True), (torch.bfloat16, False)):
         monkeypatch.setattr(products, "cpu_multiplies_in_16_bits", lambda able=able: able)
         inputs = [t.to(dtype, copy=True).requires_grad_() for t in values]
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            out = attention._attend(*inputs, None, 0.25, 0.0)
+            out, _ = packed_attention(nn.Identity(), *inputs, mask, scaling=0.25)
         (out.double() * target).sum().backward()
         results.append([out.detach(), *(t.grad for t in inputs if t.grad is not None)])
     exact, narrow, wide = results
