@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_ft.memory.blocks import WrappedForward
-from lowmem_ft.memory.products import compute_dtype, in_given_types, product_dtype
+from lowmem_ft.memory.products import compute_dtype, in_given_types, multiply, product_dtype
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,10 @@ class LinearParts:
             mask: from `draw`.
         """
         dtype, wide = rows.dtype, _wide(rows)
-        out = nn.functional.linear(wide, self.weight(dtype), _like(self.bias, dtype, wide))
+        if self.bias is None and self.in_place:
+            out = multiply(wide, self.weight(dtype).t())
+        else:
+            out = nn.functional.linear(wide, self.weight(dtype), _like(self.bias, dtype, wide))
         if self.first is None or self.second is None:
             return out
         small = self._small(wide, dtype, mask)
@@ -91,7 +94,8 @@ class LinearParts:
         """
         dtype, wide = rows.dtype, _wide(rows)
         grad = grad.to(wide.dtype)
-        grad_rows = grad @ self.weight(dtype) if of_rows else None
+        product = multiply if self.in_place else torch.matmul
+        grad_rows = product(grad, self.weight(dtype)) if of_rows else None
         if self.first is None or self.second is None:
             return grad_rows, None, None
         first, second = _like(self.first, dtype, wide), _like(self.second, dtype, wide)

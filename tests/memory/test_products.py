@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.memory import products
-from lowmem_ft.memory.products import cpu_multiplies_in_16_bits, product_dtype, times, times_transposed, widen
+from lowmem_ft.memory.products import (
+    MOST_ROWS,
+    cpu_multiplies_in_16_bits,
+    multiply,
+    product_dtype,
+    times,
+    times_transposed,
+    widen,
+)
 
 CPU = torch.device("cpu")
 
@@ -97,3 +105,37 @@ def test_autocast_does_not_narrow_what_was_widened(monkeypatch: pytest.MonkeyPat
         assert torch.is_autocast_enabled("cpu")
         assert (rows @ rows.t()).dtype == torch.bfloat16
     assert all(torch.equal(one, other) and one.dtype == torch.float32 for one, other in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(MOST_ROWS, 400, 300), (1100, 400, 300), (1100, 400, 64), (1100, 8, 300)], ids=str)
+def test_a_product_in_parts_is_the_product(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    count, terms, width = shape
+    rows, matrix = torch.randn(count, terms).to(dtype), torch.randn(width, terms).to(dtype).t()
+    exact = rows.double() @ matrix.double()
+    # each number is rounded once, to 8 or 24 digits, from a sum in fp32 of at most 400 terms of size 1
+    torch.testing.assert_close(
+        multiply(rows, matrix).double(), exact, rtol=2**-8 if dtype.itemsize == 2 else 1e-5, atol=1e-3
+    )
+
+
+def test_only_16_bit_products_of_middle_width_run_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[int] = []
+    product = torch.mm
+
+    def watched(rows: Tensor, matrix: Tensor, *, out: Tensor) -> Tensor:
+        parts.append(rows.shape[0])
+        return product(rows, matrix, out=out)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    rows = torch.randn(2 * MOST_ROWS + 5, 400).bfloat16()
+    multiply(rows, torch.randn(400, 300).bfloat16())
+    assert parts == [MOST_ROWS, MOST_ROWS, 5]
+    parts.clear()
+    multiply(rows, torch.randn(400, 64).bfloat16())
+    multiply(rows, torch.randn(400, 1100).bfloat16())
+    multiply(rows[:, :8], torch.randn(8, 300).bfloat16())
+    multiply(rows[:MOST_ROWS], torch.randn(400, 300).bfloat16())
+    multiply(rows.float(), torch.randn(400, 300))
+    assert parts == []
