@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ class Row:
         trained_tokens: labels that are not -100.
         weight_sum: sum of the factors of those labels; equals `trained_tokens` where all are 1.
         sources: file and line of each example.
+        trained: positions that have a label, shape (T,), int64; None where they are to be looked up.
     """
 
     input_ids: Tensor
@@ -43,12 +45,12 @@ class Row:
     trained_tokens: int
     weight_sum: float
     sources: tuple[str, ...]
+    trained: Tensor | None = None
 
     def to(self, device: torch.device) -> Row:
         """The same row on a device."""
-        weights = None if self.weights is None else self.weights.to(device)
-        moved = (self.input_ids.to(device), self.position_ids.to(device), self.labels.to(device), weights)
-        return Row(*moved, self.lengths, self.trained_tokens, self.weight_sum, self.sources)
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Row(**{name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()})
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,7 @@ def make_row(examples: Sequence[TokenizedExample]) -> Row:
         trained_tokens=int(trained.sum()),
         weight_sum=float(factors.sum(dtype=np.float64)),
         sources=tuple(f"{e.file} line {e.line}" for e in examples),
+        trained=torch.from_numpy(np.flatnonzero(trained)),
     )
 
 

@@ -26,7 +26,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lowmem_ft.errors import ModelError, Problem
 from lowmem_ft.memory.plain_attention import plain_attention
-from lowmem_ft.memory.products import in_given_types, widen
+from lowmem_ft.memory.products import device_kind, in_given_types, widen
 
 NAME = "lowmem_packed"
 
@@ -186,7 +186,7 @@ def _common_dtype(*tensors: Tensor) -> list[Tensor]:
 
 def _attend_row(query: Tensor, key: Tensor, value: Tensor, mask: ExampleMask, scale: float, dropout: float) -> Tensor:
     """Each example by the faster kernel: query (heads, S, D), key and value (key heads, S, D) to (S, heads, D)."""
-    on_cpu = query.device.type == "cpu" and dropout == 0.0
+    on_cpu = device_kind(query.device) == "cpu" and dropout == 0.0
     plain = [on_cpu and length <= PLAIN_MOST_TOKENS and own is None for length, own in mask.parts]
     if all(plain):
         return plain_attention(query, key, value, mask.lengths, scale)

@@ -13,9 +13,10 @@ from typing import Any
 import bitsandbytes.functional as bnb
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_ft.memory.blocks import WrappedForward
-from lowmem_ft.memory.products import compute_dtype, in_given_types, multiply, product_dtype
+from lowmem_ft.memory.products import compute_dtype, device_kind, in_given_types, multiply, product_dtype
 
 
 @dataclass(frozen=True)
@@ -190,8 +191,8 @@ def _reader(base: nn.Module) -> Callable[[nn.Module, torch.dtype], Tensor] | Non
         plain = state is not None and not getattr(state, "packing_format_for_cpu", False) and weight.shape[0] != 1
         return _read_4bit if plain else None
     if kind.__name__ == "Linear8bitLt" and kind.__module__.startswith("bitsandbytes"):
-        return _read_int8 if weight.device.type == "cpu" and weight.dtype == torch.int8 else None
-    if kind is nn.Linear and weight.is_floating_point() and type(weight.data) is Tensor:
+        return _read_int8 if device_kind(weight.device) == "cpu" and weight.dtype == torch.int8 else None
+    if kind is nn.Linear and weight.is_floating_point() and type(weight.data) in (Tensor, FakeTensor):
         return _read_plain
     if kind.__name__ == "Conv1D" and weight.is_floating_point():
         return _read_conv1d

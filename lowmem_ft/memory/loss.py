@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_ft.errors import ModelError, Problem
 from lowmem_ft.memory import products
@@ -32,6 +33,7 @@ def chunked_loss(
     weights: Tensor | None = None,
     chunk_tokens: int = 256,
     softcap: float | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """Sum of next-token cross entropy over the trained positions, without ever holding the full logits.
 
@@ -52,6 +54,8 @@ def chunked_loss(
         weights: factor of each position's loss, shape (B, S), or None for 1.
         chunk_tokens: trained tokens per chunk, at least 1.
         softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2), or None.
+        positions: which of the B * S positions have a label, shape (T,), int64; None to look. Known beforehand, a
+            device need not wait for the count, and the step can be traced without numbers.
 
     Returns:
         Scalar float32, a sum. The loop divides once, by the trained tokens of the step.
@@ -67,10 +71,11 @@ def chunked_loss(
         raise ModelError(Problem("chunked_loss", what, "Both need the same rows and positions"))
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}, at least 1 is needed")
-    trained = labels != IGNORED
-    picked = hidden[trained]  # (T, H)
-    targets = labels[trained]
-    factors = None if weights is None else weights[trained].float()
+    if positions is None:
+        positions = (labels.flatten() != IGNORED).nonzero().squeeze(-1)
+    picked = hidden.flatten(0, -2).index_select(0, positions)  # (T, H)
+    targets = labels.flatten().index_select(0, positions)
+    factors = None if weights is None else weights.flatten().index_select(0, positions).float()
     parameters = [p for p in head.parameters() if p.requires_grad] if isinstance(head, nn.Module) else []
     loss: Tensor = _ChunkedLoss.apply(picked, targets, factors, head, chunk_tokens, softcap, *parameters)
     return loss
@@ -179,7 +184,8 @@ def _loss_and_gradient(
     `ours`: nobody else reads `raw`, so the gradient may take its place.
     """
     vocabulary = raw.shape[-1]
-    if targets.numel() and (int(targets.max()) >= vocabulary or int(targets.min()) < 0):
+    known = targets.numel() and not isinstance(targets, FakeTensor)  # a traced step has no numbers
+    if known and (int(targets.max()) >= vocabulary or int(targets.min()) < 0):
         what = f"a label is {int(targets.max())}, the head knows {vocabulary} tokens"
         raise ModelError(Problem("chunked_loss", what, "The tokenizer does not belong to this model"))
     logits = raw.float()

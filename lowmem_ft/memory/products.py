@@ -8,7 +8,9 @@ equal up to summation order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, wraps
 from typing import Any
 
@@ -28,6 +30,24 @@ IN_PARTS = range(256, 1024)
 FEWEST_TERMS = 384
 
 
+_traced_kind: ContextVar[str | None] = ContextVar("lowmem_traced_kind", default=None)
+
+
+@contextmanager
+def traced_as(kind: str) -> Iterator[None]:
+    """Within, a step that is traced without numbers takes the ways that it would take on a device of this kind."""
+    token = _traced_kind.set(kind)
+    try:
+        yield
+    finally:
+        _traced_kind.reset(token)
+
+
+def device_kind(device: torch.device) -> str:
+    """`cpu` or `cuda`: where a computation on `device` runs, or, in a trace, where it would run."""
+    return _traced_kind.get() or device.type
+
+
 @cache
 def cpu_multiplies_in_16_bits() -> bool:
     """Whether this CPU has instructions for bf16 products. Other architectures than x86 are left to torch."""
@@ -42,7 +62,7 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     Found from what the processor says that it can do, never by timing: the same machine always answers the same, so a
     resumed run computes as the first one did.
     """
-    if device.type != "cpu" or dtype not in HALVES:
+    if device_kind(device) != "cpu" or dtype not in HALVES:
         return dtype
     return dtype if cpu_multiplies_in_16_bits() else torch.float32
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from lowmem_ft.errors import ModelError, Problem
@@ -67,7 +69,8 @@ class _Buffer:
         if self.holder._buffers.get(self.key) is not self.tensor or _version(self.tensor) != self.version:
             return True
         # torch's batch norm changes its statistics without raising their version (torch 2.13)
-        return self.copy is not None and not self.tensor.is_meta and not torch.equal(self.tensor, self.copy)
+        known = not self.tensor.is_meta and not isinstance(self.tensor, FakeTensor)
+        return self.copy is not None and known and not torch.equal(self.tensor, self.copy)
 
 
 class MovingBuffers:
@@ -138,11 +141,16 @@ class _RandomState:
     """State of the generators: the CPU's, and those of the devices that the tensors of a call are on."""
 
     def __init__(self, devices: set[torch.device]) -> None:
+        self.traced = detect_fake_mode() is not None  # nothing is drawn where there are no numbers
+        if self.traced:
+            return
         self.cpu = torch.get_rng_state()
         self.devices = {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
 
     def is_now(self) -> bool:
         """Whether no number has been drawn since."""
+        if self.traced:
+            return True
         # compared as NumPy arrays: not an operation of torch, which a mode of another mechanism would see
         same = bool((self.cpu.numpy() == torch.get_rng_state().numpy()).all())
         return same and all(

@@ -30,7 +30,6 @@ class CausalLoss(nn.Module):
         model: a causal language model, with or without peft around it.
         chunk_tokens: trained tokens whose logits are held at once; None for what 32 MiB hold.
         packed: whether rows may hold several examples; `apply_packed_attention` was called for it.
-
         row_multiple: rows are filled up to a multiple of this many tokens, behind their last example and untrained, so
             that few shapes occur. Changes memory and speed only; see `fill_up`.
 
@@ -58,7 +57,13 @@ class CausalLoss(nn.Module):
         with packing:
             hidden = backbone(input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False).last_hidden_state
         return chunked_loss(
-            hidden, head, row.labels, weights=row.weights, chunk_tokens=self.chunk_tokens, softcap=self.softcap
+            hidden,
+            head,
+            row.labels,
+            weights=row.weights,
+            chunk_tokens=self.chunk_tokens,
+            softcap=self.softcap,
+            positions=row.trained,
         )
 
     @torch.no_grad()

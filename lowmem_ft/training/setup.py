@@ -229,7 +229,8 @@ def rows_of_step(
     if not mine:
         row = make_row([split.tokens[everyone[0]]])
         nothing = torch.full_like(row.labels, -100)
-        return [Row(row.input_ids, row.position_ids, nothing, None, row.lengths, 0, 0.0, ())]
+        none = torch.empty(0, dtype=torch.int64)
+        return [Row(row.input_ids, row.position_ids, nothing, None, row.lengths, 0, 0.0, (), none)]
     examples = [split.tokens[index] for index in mine]
     groups = micro_batches([len(e.input_ids) for e in examples], micro_batch_tokens(recipe), packed)
     return [make_row([examples[i] for i in group]) for group in groups]

@@ -94,6 +94,12 @@ def test_labels_are_the_next_token_of_the_same_example_where_it_is_trained() -> 
     assert row.sources == ("train.jsonl line 4", "train.jsonl line 9")
 
 
+def test_the_positions_with_a_label_are_known() -> None:
+    row = make_row([_example([5, 6, 7], [0, 1, 1]), _example([8, 9], [1, 1])])
+    assert row.trained is not None
+    assert row.trained.tolist() == (row.labels[0] != -100).nonzero().squeeze(-1).tolist() == [0, 1, 3]
+
+
 def test_weights_move_with_their_labels() -> None:
     row = make_row([_example([5, 6, 7], [0, 0.5, 1]), _example([8, 9], [0, 2])])
     assert row.weights is not None
@@ -104,5 +110,7 @@ def test_weights_move_with_their_labels() -> None:
 def test_a_row_moves_to_a_device_whole() -> None:
     row = make_row([_example([5, 6, 7], [0, 0.5, 1])]).to(torch.device("meta"))
     assert row.weights is not None
-    assert {t.device.type for t in (row.input_ids, row.position_ids, row.labels, row.weights)} == {"meta"}
+    assert row.trained is not None
+    tensors = (row.input_ids, row.position_ids, row.labels, row.weights, row.trained)
+    assert {t.device.type for t in tensors} == {"meta"}
     assert row.trained_tokens == 2

@@ -134,6 +134,19 @@ def test_weights_scale_the_loss_and_gradient_of_their_positions() -> None:
         torch.testing.assert_close(ours, reference, atol=1e-5, rtol=1e-5)
 
 
+def test_positions_known_beforehand_change_no_bit() -> None:
+    hidden, labels = _inputs()
+    head = HEADS["frozen"]()
+    found = []
+    for positions in (None, (labels.flatten() != -100).nonzero().squeeze(-1)):
+        asking = hidden.clone().requires_grad_()
+        loss = chunked_loss(asking, head, labels, chunk_tokens=3, positions=positions)
+        loss.backward()
+        found.append((loss, asking.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
 def test_no_trained_position_gives_zero_that_stays_in_the_graph() -> None:
     hidden = torch.randn(1, 4, HIDDEN, requires_grad=True)
     loss = chunked_loss(hidden, HEADS["frozen"](), torch.full((1, 4), -100))
