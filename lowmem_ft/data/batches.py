@@ -50,7 +50,8 @@ class Row:
     def to(self, device: torch.device) -> Row:
         """The same row on a device."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Row(**{name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()})
+        moved: dict[str, Any] = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()}
+        return Row(**moved)
 
 
 @dataclass(frozen=True)

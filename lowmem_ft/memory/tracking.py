@@ -39,6 +39,7 @@ class TensorTracker(TorchDispatchMode):
         operations: of products and attention, a multiply-add counting two, as `torch.utils.flop_counter` counts.
         written_bytes: of all results.
         read_weights: weights of a quantized base that were read, each time that they were.
+        calls: of operations, views apart.
     """
 
     def __init__(self) -> None:
@@ -49,6 +50,7 @@ class TensorTracker(TorchDispatchMode):
         self.operations = 0
         self.written_bytes = 0
         self.read_weights = 0
+        self.calls = 0
         self._phase: str | None = None
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
 
@@ -101,8 +103,10 @@ class TensorTracker(TorchDispatchMode):
         elif packet.__name__ == "gemm_4bit":  # bitsandbytes' own product, where the layer is not a lean one
             self.read_weights += math.prod(args[2])
             self.operations += 2 * out.numel() * args[2][-1]
+        new = not _is_view(func)
+        self.calls += new
         for tensor in _tensors(out):
-            self.written_bytes += tensor.numel() * tensor.element_size() if not _is_view(func) else 0
+            self.written_bytes += tensor.numel() * tensor.element_size() if new else 0
             self.see(tensor)
         return out
 
@@ -129,12 +133,22 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
     for part in module.modules():
         own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
         yield from own
-        kept = [getattr(part, "state", None), *own, *(getattr(tensor, "quant_state", None) for tensor in own)]
-        for holder in [*kept, *(getattr(holder, "state2", None) for holder in kept)]:
-            for name in ("absmax", "code", "offset", "SCB", "CB"):
-                value = getattr(holder, name, None)
-                if isinstance(value, Tensor):
-                    yield value
+        for holder in (getattr(part, "state", None), *own):
+            yield from scales_of(holder)
+
+
+def scales_of(holder: Any) -> Iterator[Tensor]:
+    """What bitsandbytes keeps beside a packed weight: on the weight, in its quantization state, or in the layer's."""
+    state = getattr(holder, "quant_state", None)
+    if state is not None:  # a packed weight shows the tensors of its state as its own, too
+        yield from scales_of(state)
+        return
+    for name in ("absmax", "code", "offset", "SCB", "CB"):
+        value = getattr(holder, name, None)
+        if isinstance(value, Tensor):
+            yield value
+    if getattr(holder, "state2", None) is not None:
+        yield from scales_of(holder.state2)
 
 
 def _storages(tensor: Tensor) -> list[Any]:
@@ -155,8 +169,8 @@ def _tensors(out: Any) -> Iterator[Tensor]:
 
 
 def _is_view(func: Any) -> bool:
-    """Whether an operation's result shares the storage of an argument."""
-    return any(result.alias_info is not None for result in func._schema.returns)
+    """Whether an operation's result is an argument seen otherwise, and nothing is written."""
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
 
 
 def _attention_operations(query: Tensor, key: Tensor, value: Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +21,16 @@ DOUBLE_BLOCK = 256
 """Scales with one scale of their own, with double quantization."""
 
 
-def make_empty_model(found: FoundModel, dtype: str, trust_remote_code: bool = False) -> PreTrainedModel:
+def make_empty_model(
+    found: FoundModel, dtype: str, trust_remote_code: bool = False, *, layers: int | None = None
+) -> PreTrainedModel:
     """The model's modules on the meta device: shapes and types, no storage.
+
+    Args:
+        found: where its configuration is.
+        dtype: as in the recipe.
+        trust_remote_code: run the model's own Python code.
+        layers: so many blocks instead of those that the configuration counts; their kinds are its own, in order.
 
     Raises:
         ModelError: its configuration cannot be read, or names a format that cannot be trained on.
@@ -29,6 +38,8 @@ def make_empty_model(found: FoundModel, dtype: str, trust_remote_code: bool = Fa
     try:
         config = AutoConfig.from_pretrained(found.path, revision=found.revision, trust_remote_code=trust_remote_code)
         refuse_untrainable_config(found.path, getattr(config, "quantization_config", None))
+        if layers is not None:
+            _set_layers(config, layers)
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
@@ -36,6 +47,16 @@ def make_empty_model(found: FoundModel, dtype: str, trust_remote_code: bool = Fa
     except (ValueError, OSError, KeyError, ImportError) as error:
         raise ModelError(Problem(found.path, f"its configuration cannot be read: {error}")) from error
     return model
+
+
+def _set_layers(config: Any, layers: int) -> None:
+    """Change how many blocks a configuration has, and the lists that name the kind of each."""
+    text = config.get_text_config()
+    before = text.num_hidden_layers
+    text.num_hidden_layers = layers
+    for name, value in vars(text).items():
+        if isinstance(value, list) and value and len(value) == before:
+            setattr(text, name, [value[i % before] for i in range(layers)])
 
 
 def predict_bytes(model: PreTrainedModel, quantization: str, double_quant: bool = True) -> BytesByPart:

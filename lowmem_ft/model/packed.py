@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowmem_ft.errors import ModelError, Problem
+from lowmem_ft.memory.tracking import scales_of
 from lowmem_ft.units import format_bytes
 
 MOST_NAMES = 6
@@ -97,11 +98,8 @@ def stored_bytes(tensor: Tensor) -> int:
     if parts:
         return sum(stored_bytes(part) for part in parts)
     size = tensor.numel() * tensor.element_size()
-    state = getattr(tensor, "quant_state", None)
-    if state is not None:
-        size += sum(t.numel() * t.element_size() for t in state.as_dict(packed=True).values())
-    scales = getattr(tensor, "SCB", None)
-    return size + (scales.numel() * scales.element_size() if isinstance(scales, Tensor) else 0)
+    beside = (t for t in scales_of(tensor) if t.shape != tensor.shape)  # int8 has its own values there once more
+    return size + sum(t.numel() * t.element_size() for t in beside)
 
 
 def described_bytes(module: nn.Module) -> int:

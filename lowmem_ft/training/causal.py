@@ -29,7 +29,7 @@ class CausalLoss(nn.Module):
     Args:
         model: a causal language model, with or without peft around it.
         chunk_tokens: trained tokens whose logits are held at once; None for what 32 MiB hold.
-        packed: whether rows may hold several examples; `apply_packed_attention` was called for it.
+        packed: whether each example of a row is attended alone; `apply_packed_attention` was called for it.
         row_multiple: rows are filled up to a multiple of this many tokens, behind their last example and untrained, so
             that few shapes occur. Changes memory and speed only; see `fill_up`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -48,6 +49,7 @@ class PreparedModel:
         preparation: what the casts did.
         adapters: what trains.
         not_packed: why rows hold one example each, or None where they hold several.
+        attends_apart: examples are attended each alone, by `apply_packed_attention`.
     """
 
     model: PeftModel
@@ -55,6 +57,7 @@ class PreparedModel:
     preparation: PreparationReport
     adapters: AdapterReport
     not_packed: str | None
+    attends_apart: bool
 
     @property
     def packed(self) -> bool:
@@ -120,17 +123,25 @@ def load_prepared(recipe: Recipe, found: FoundModel, device: torch.device, repor
             device=str(device),
             trust_remote_code=settings.trust_remote_code,
         )
-    by_part = count_bytes(model)
+    return prepare(recipe, model, count_bytes(model))
+
+
+def prepare(recipe: Recipe, model: PreTrainedModel, by_part: BytesByPart) -> PreparedModel:
+    """Prepare a loaded model, with numbers or on the meta device, and add adapters. In place.
+
+    Raises:
+        ModelError: one of these cannot be done.
+    """
     model = prepare_for_kbit_training(model, recompute=_recompute(recipe), **recipe.prepare.model_dump())
     preparation = cast(PreparationReport, model.preparation_report)
-    not_packed = why_not_packed(recipe, model)
-    if not_packed is None:
+    attends_apart = attention.why_not_packed(model) is None
+    if attends_apart:
         attention.apply_packed_attention(model)
     adapted, adapters = _adapt(recipe, model)
     if recipe.memory.lean:
         apply_lean_lora(adapted)
         apply_lean_mlp(adapted, slice_tokens=recipe.memory.mlp_slice_tokens)
-    return PreparedModel(adapted, by_part, preparation, adapters, not_packed)
+    return PreparedModel(adapted, by_part, preparation, adapters, why_not_packed(recipe, model), attends_apart)
 
 
 def describe_base(recipe: Recipe, found: FoundModel) -> BaseRecord:
@@ -164,7 +175,8 @@ def predict_prepared(recipe: Recipe, found: FoundModel) -> PreparedModel:
         model, quantized=quantized, recompute=_recompute(recipe), **recipe.prepare.model_dump()
     )
     adapted, adapters = _adapt(recipe, model)
-    return PreparedModel(adapted, by_part, preparation, adapters, why_not_packed(recipe, model))
+    apart = attention.why_not_packed(model) is None
+    return PreparedModel(adapted, by_part, preparation, adapters, why_not_packed(recipe, model), apart)
 
 
 def _recompute(recipe: Recipe) -> Policy:
@@ -173,7 +185,9 @@ def _recompute(recipe: Recipe) -> Policy:
 
 def _adapt(recipe: Recipe, model: PreTrainedModel) -> tuple[PeftModel, AdapterReport]:
     settings = AdapterSettings(**recipe.adapter.model_dump())
-    return add_adapters(model, settings, autocast=recipe.train.precision != "fp32")
+    on_meta = next(model.parameters()).is_meta  # then adapters are too: those of a large model are large themselves
+    with torch.device("meta") if on_meta else nullcontext():
+        return add_adapters(model, settings, autocast=recipe.train.precision != "fp32")
 
 
 def why_not_packed(recipe: Recipe, model: torch.nn.Module) -> str | None:
@@ -191,7 +205,7 @@ def make_trainable(
     """
     chunk = recipe.memory.loss_chunk_tokens
     multiple = row_multiple(recipe, accelerator.device)
-    loss = CausalLoss(prepared.model, None if chunk == "auto" else chunk, prepared.packed, multiple)
+    loss = CausalLoss(prepared.model, None if chunk == "auto" else chunk, prepared.attends_apart, multiple)
     with accelerator.autocast():
         loss.check_head()
     optimizer = make_optimizer(loss, recipe.train.lr, recipe.train.weight_decay)
